@@ -37,8 +37,8 @@ def find_recurrent_layers(shape: Any) -> int:
 
 
 def row_bytes(shape: Any, itemsize: int) -> int:
-    """Return the bytes of one sequence's states in all recurrent layers. A value of a convolution's state has `itemsize`
-    bytes."""
+    """Return the bytes of one sequence's states in all recurrent layers. A value of a convolution's state takes
+    `itemsize` bytes."""
     if not (num_layers := find_recurrent_layers(shape)):
         return 0
     sizes = recurrent_layer(shape, itemsize)

@@ -95,7 +95,7 @@ def tag(name: RunName, *tags: str, remove: list[str] | None = None, runs: RunsFo
     """
     run = RunFolder.find(name, runs)
     if tags or remove:
-        annotate(run, tags=parse_tags(tags), removed=remove or ())
+        annotate(run, tags=parse_tags(tags), removed_tags=remove or ())
     for tag_name, value in read_annotations(run).tags.items():
         print(f"{tag_name}={value}" if value else tag_name)
 

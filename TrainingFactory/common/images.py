@@ -112,7 +112,7 @@ def make_thumbnail(image: Image, edge: int = 320) -> bytes:
     from PIL import Image as Pillow
 
     with Pillow.open(io.BytesIO(image.data), formats=("PNG",)) as picture:
-        picture.make_thumbnail((edge, edge))
+        picture.thumbnail((edge, edge))
         buffer = io.BytesIO()
         picture.save(buffer, "JPEG", quality=80)
     return buffer.getvalue()

@@ -322,7 +322,9 @@ def _add_prompt_images(
         [*trajectory.prompt, *replies]
     ).keys()
     if digests:
-        shown_images = [load_picture(tokens) for tokens in find_images(trajectory.turns[turn_index].prompt_ids)]
+        shown_images = [
+            load_picture(tokens) for tokens in find_images(trajectory.turns[turn_index].prompt_ids)
+        ]
         images = [PlacedImage(0, image) for image in shown_images if image.digest in digests]
         row["prompt_images"] = images_to_rows(images, store)
 

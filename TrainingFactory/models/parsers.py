@@ -220,7 +220,9 @@ def _to_plain_json(value: Any, depth: int = 0) -> Any:
     if isinstance(value, str):
         return replace_surrogates(value)
     if isinstance(value, dict):
-        return {replace_surrogates(str(key)): _to_plain_json(child, depth + 1) for key, child in value.items()}
+        return {
+            replace_surrogates(str(key)): _to_plain_json(child, depth + 1) for key, child in value.items()
+        }
     if isinstance(value, list | tuple):
         return [_to_plain_json(child, depth + 1) for child in value]
     return value

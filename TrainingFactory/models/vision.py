@@ -323,7 +323,9 @@ class Vision:
             counts = [tokens.num_tokens for tokens, _ in group]
             inputs = [inputs for _, inputs in group]
             outputs = self._encode(model, counts, inputs)
-            encoded_images |= {tokens.first_id: rows for (tokens, _), rows in zip(group, outputs, strict=True)}
+            encoded_images |= {
+                tokens.first_id: rows for (tokens, _), rows in zip(group, outputs, strict=True)
+            }
         return encoded_images
 
     def _make_inputs(self, model: Any, tokens: ImageTokens) -> dict[str, torch.Tensor]:

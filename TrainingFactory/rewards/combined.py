@@ -60,9 +60,11 @@ class Combined:
                 return [error] * len(episodes)
 
         results = await asyncio.gather(*map(score_part, self.rewards.values()))
-        return [self._merge(dict(zip(self.rewards, row, strict=True))) for row in zip(*results, strict=True)]
+        return [
+            self._sum_results(dict(zip(self.rewards, row, strict=True))) for row in zip(*results, strict=True)
+        ]
 
-    def _merge(self, results: Mapping[str, Reward | Exception]) -> Reward | Exception:
+    def _sum_results(self, results: Mapping[str, Reward | Exception]) -> Reward | Exception:
         failures = {name: error for name, error in results.items() if isinstance(error, Exception)}
         if failures:
             unscored_error = Unscored(

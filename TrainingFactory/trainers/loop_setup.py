@@ -97,7 +97,9 @@ async def make_loop(training: PreparedRun, exit_stack: AsyncExitStack) -> Traini
     algorithm = make_algorithm(config)
     replayed_run = tools.sampled_ahead_run  # set to train on recorded groups again instead of sampling
     is_sampling = environment is not None and replayed_run is None
-    local_policy, policy = await training.learners.make_policies(loaded_model, algorithm, num_steps, is_sampling)
+    local_policy, policy = await training.learners.make_policies(
+        loaded_model, algorithm, num_steps, is_sampling
+    )
     exit_stack.push_async_callback(policy.close)
     for split in (dataset, heldout_dataset):
         if split is not None and "precomputed" in algorithm.needs:

@@ -307,11 +307,11 @@ class SumOfRewards(Combined):
     """The weighted sum of reward functions, as in TRL: if a function returns None for an episode, its term is
     omitted."""
 
-    def _sum(self, results: Mapping[str, Reward | Exception]) -> Reward | Exception:
+    def _sum_results(self, results: Mapping[str, Reward | Exception]) -> Reward | Exception:
         terms = {name: result for name, result in results.items() if not isinstance(result, NoReward)}
         if not terms:
             return Unscored("none of the reward functions applies to it")
-        return super()._sum(terms)
+        return super()._sum_results(terms)
 
 
 def combine_reward_funcs(functions: Any, weights: Sequence[float] | None = None) -> Any:

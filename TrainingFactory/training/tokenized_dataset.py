@@ -178,7 +178,9 @@ class TokenizedDataset:
         max_length = max(conversation.length for conversation in group)
         if max_length <= self.max_length:
             return group
-        self.long_rows.append(f"{example.location} has {max_length} tokens, over the limit of {self.max_length}")
+        self.long_rows.append(
+            f"{example.location} has {max_length} tokens, over the limit of {self.max_length}"
+        )
         return []
 
     def _tokenize_conversation(self, conversation: Conversation) -> TokenizedConversation | CompactTrajectory:

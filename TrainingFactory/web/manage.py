@@ -132,7 +132,9 @@ class ManageRoutes:
         """Archive a run, or replace its tags or its note."""
         run = self._find_run(name)
         removed_tags = [] if request.tags is None else read_annotations(run).tags.keys() - request.tags.keys()
-        annotate(run, archived=request.archived, tags=request.tags, removed=removed_tags, note=request.note)
+        annotate(
+            run, archived=request.archived, tags=request.tags, removed_tags=removed_tags, note=request.note
+        )
         return ManagedRun(name=name, command=f"tfactory runs show {run.display_path}")
 
     def rename(self, name: str, request: RenameRequest) -> ManagedRun:

@@ -121,7 +121,9 @@ class ModelShape(NamedTuple):
         recurrent layer does not depend on the context."""
         weight_flops = 2 * self.layer_weights * self.num_hidden_layers
         attention_flops = 4 * self.num_attention_heads * self.head_dim * context * attention_layers(self)
-        return num_tokens * (weight_flops + attention_flops + self.recurrent.flops * find_recurrent_layers(self))
+        return num_tokens * (
+            weight_flops + attention_flops + self.recurrent.flops * find_recurrent_layers(self)
+        )
 
     def encode(self, num_tokens: float) -> float:
         """Return the FLOPs of the vision tower for `num_tokens` image tokens, without its attention."""
@@ -246,7 +248,9 @@ def _shape_from_config(name: str, model_config: dict[str, Any]) -> ModelShape:
         raise ValueError(
             f"model.name: config.json of {name} has no {', '.join(missing_keys)}; set --model-size"
         )
-    return ModelShape(name, *(dimensions[key] for key in DIMENSIONS), tower=measure_described_tower(model_config))
+    return ModelShape(
+        name, *(dimensions[key] for key in DIMENSIONS), tower=measure_described_tower(model_config)
+    )
 
 
 def learner_bytes(

@@ -92,7 +92,9 @@ class Proxy:
         self.num_started += 1
         rules = replace(self._rules, environment=lambda task: RemoteEpisode(task, self.endpoint, request.key))
         trajectory = Trajectory(task, group=f"proxy/{task.id}", member=index)
-        run = ProgramRun(rules, trajectory, self._sampler, partial(derive_seed, self._seed, 0, task.id, index))
+        run = ProgramRun(
+            rules, trajectory, self._sampler, partial(derive_seed, self._seed, 0, task.id, index)
+        )
         episode_task = asyncio.create_task(self._play(run))
         self._episode_tasks.add(episode_task)
         episode_task.add_done_callback(self._episode_tasks.discard)

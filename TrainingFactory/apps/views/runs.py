@@ -266,7 +266,10 @@ def make_run_view(run: RunFolder, runs: Runs) -> shapes.RunView:
     with problems.reading(ENVIRONMENT):
         run_info = run.run_info
         view.about = {key: value for key, value in run_info.items() if key != "model"}
-        parent, base_row = get_parent({"about": run_info}), {"name": row.model, "what": BASE_MODEL, "rows": []}
+        parent, base_row = (
+            get_parent({"about": run_info}),
+            {"name": row.model, "what": BASE_MODEL, "rows": []},
+        )
         view.lineage = make_lineage_rows(parent) if parent else [base_row]
     with problems.reading(STATUS):
         view.reason = run.status.reason

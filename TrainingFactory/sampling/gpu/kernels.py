@@ -4,7 +4,9 @@ kernels of transformers. They round at the same places as transformers.
 Legend: H query heads, K key heads, G = H / K, D head size, V vocabulary, T tokens of a tile.
 """
 
-# pyright: reportIndexIssue=false
+# Triton is not installed beside the CPU build of torch; where it is, its types know neither constexpr nor num_warps.
+# pyright: reportIndexIssue=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from dataclasses import replace
