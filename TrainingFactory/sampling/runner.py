@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -115,7 +116,8 @@ class Runner:
         logits with the model's own attention. Differences at a few tokens are accepted, because the 16-bit logits of a
         trained model depend much on the order of summation there."""
         ids = (self._positions[:15] + 1000) % self.vocabulary  # the first ids are special tokens
-        expected = make_view(self.model, "eager")(input_ids=ids[None], use_cache=False).logits[0].float()
+        eager_model = make_view(self.model, "eager")
+        expected = eager_model(input_ids=ids[None], use_cache=False).logits[0].float()
         windows = list_windows(self.shapes)
         cache = PagedCache(CachePages(1, 64, windows, [64 // PAGE] * len(windows), fixed=True), self.shapes)
         states, logits = StateCache(self.states.shapes, 1), []
@@ -128,9 +130,14 @@ class Runner:
             logits.append(
                 self._compute_logits(ids[positions], positions, self._add_kernel_inputs(step, positions), 0)
             )
-        errors = (torch.cat(logits).float() - expected).abs().mean(1) / expected.std(1).clamp(min=1e-6)
-        error = max(float(part_errors.median()) for part_errors in errors.split([8, 7]))
-        if not error < (0.01 if self.dtype == torch.float32 else 0.1):
+        engine_logits = torch.cat(logits).float()
+        error = _measure_error(engine_logits, expected)
+        if error < (0.01 if self.dtype == torch.float32 else 0.1):
+            return
+        # The 16-bit logits of some models (Gemma 3 after SFT) are that far from float32 in every implementation.
+        exact = None if self.dtype == torch.float32 else _compute_float32_logits(eager_model, ids)
+        own_error = 0.0 if exact is None else _measure_error(expected, exact)
+        if exact is None or not _measure_error(engine_logits, exact) < min(2 * own_error, 0.5):
             raise model_error(
                 self.model_type, f"its logits through the slot cache are off by {error:.1%} of their spread"
             )
@@ -405,3 +412,21 @@ class Runner:
         if window is not None:
             is_masked = is_masked | (cached_positions <= positions - window)
         return torch.where(is_masked, self._masked_bias, self._zero)
+
+
+def _measure_error(logits: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return how far the logits of 15 tokens are off, relative to their spread: the median over the first 8 tokens or
+    over the others, whichever is larger."""
+    errors = (logits - expected).abs().mean(1) / expected.std(1).clamp(min=1e-6)
+    return max(float(part_errors.median()) for part_errors in errors.split([8, 7]))
+
+
+def _compute_float32_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor | None:
+    """Return the logits of a float32 copy of the model, or None if its weights are quantized or the copy does not fit
+    into memory."""
+    if getattr(model, "is_quantized", False):  # third-party object
+        return None
+    try:
+        return copy.deepcopy(model).float()(input_ids=ids[None], use_cache=False).logits[0]
+    except torch.OutOfMemoryError:
+        return None

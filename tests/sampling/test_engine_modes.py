@@ -260,6 +260,23 @@ def test_tokens_that_are_far_off_by_themselves_do_not_refuse_a_model(
         NativeEngine(tiny(), slots=2, max_length=32)
 
 
+@pytest.mark.parametrize("wrong", [False, True])
+def test_16_bit_logits_may_be_as_far_from_float32_as_the_model_s_own(
+    monkeypatch: pytest.MonkeyPatch, wrong: bool
+) -> None:
+    """The output layer adds one large number to all logits of a token, so that rounding moves them by a third of their
+    spread: with the model's own attention as well as with the engine's."""
+    model = tiny("gqa_bias").bfloat16()
+    head: Any = model.get_output_embeddings()
+    with torch.no_grad():
+        head.weight += 10
+    if wrong:
+        plain = Runner._make_attention_mask
+        monkeypatch.setattr(Runner, "_make_attention_mask", lambda *args: 0 * plain(*args))
+    with pytest.raises(ValueError, match="off by") if wrong else contextlib.nullcontext():
+        NativeEngine(model, slots=2, max_length=32)
+
+
 def test_experts_have_no_deterministic_mode_and_other_modules_none_at_all() -> None:
     with pytest.raises(ValueError, match="deterministic"):
         NativeEngine(tiny("mla_moe"), deterministic=True)
