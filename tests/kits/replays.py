@@ -56,7 +56,7 @@ class ReplayedSteps:
         self.changed = list[str]()  # what a warm-up changed
         self.watched: Callable[[], list[torch.Tensor]] = list
 
-    def check(self, model: torch.nn.Module, cache: list[torch.Tensor]) -> None:
+    def drop_stale_graphs(self, model: torch.nn.Module, cache: list[torch.Tensor]) -> None:
         self._recordings.clear()
 
     def run(
