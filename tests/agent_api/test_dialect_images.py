@@ -76,7 +76,7 @@ def test_a_model_that_reads_text_rejects_them_in_the_form_of_the_dialect(name: s
     with pytest.raises(ApiError) as info:
         parsed(name, BODIES[name], sees=False)
     assert info.value.status == 400 and "sees no images" in info.value.message
-    row = DIALECTS[name].error(info.value)["error"]
+    row = DIALECTS[name].make_error_body(info.value)["error"]
     assert "sees no images" in row["message"] and ("param" in row or "details" in row)
 
 

@@ -87,7 +87,7 @@ async def test_whoever_dies_is_lost_and_leaves_nothing(tmp_path: Path) -> None:
     earlier = "RuntimeError: of an earlier engine\n"
     (tmp_path / "sampler-0.log").write_text(earlier)
     places = LocalEngineLauncher(SPEC, FAKE, folder=tmp_path)
-    made = await asyncio.gather(*map(places.make, range(3)))
+    made = await asyncio.gather(*map(places.launch_engine, range(3)))
     causes = [
         (-1, r"has exited \(log: .*sampler-0.log\)$"),
         (7, r"engine core has died.*\(log: .*sampler-1.log\)"),

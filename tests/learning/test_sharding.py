@@ -135,7 +135,7 @@ def test_packs_are_made_for_all_processes() -> None:
     every = sorted(number for each in one.packs for number in each.rows)
     for shares in (2, 3, 5):
         processes = ShardedProcesses.__new__(ShardedProcesses)
-        processes.count = shares
+        processes.world_size = shares
         batch = processes.pack_batch(lambda budget: make_batch(rows, budget), 3000)
         assert sorted(number for each in batch.packs for number in each.rows) == every
         assert (batch.rows, batch.tokens, batch.episodes) == (one.rows, one.tokens, one.episodes)

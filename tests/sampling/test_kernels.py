@@ -21,7 +21,7 @@ rows, heads, shared, size, length = 4, 4, 2, 16, 64
 positions = torch.tensor([3, 17, 40, 63])
 cases = ((None, None, False, True), (None, None, False, False), (16, None, True, False), (33, 5.0, True, False))
 for window, softcap, has_sinks, fixed in cases:
-    shape = LayerShape(heads, shared, size, size, torch.float32, torch.device("cpu"), window, softcap, has_sinks)
+    shape = LayerShape(heads, shared, size, size, torch.float32, torch.device("cpu"), 0, window, softcap, has_sinks)
     pages = CachePages(rows, length, [window], [rows * length // PAGE], fixed=fixed)
     for slot in (2, 0, 3, 1):  # so that pages are not in the order of the slots
         pages.reserve(slot, length)

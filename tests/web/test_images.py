@@ -184,7 +184,7 @@ def only(image: Any) -> Trajectory:
 def test_resuming_removes_the_images_of_lost_episodes_only(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "a")
     run.append_trajectories([only(A)])
-    offsets = run.offsets()
+    offsets = run.sync_files()
     run.append_trajectories([only(C)])
     assert stored(run) == {A.digest, B.digest, C.digest}
     before = {path: path.stat().st_mtime_ns for path in run.path.glob("images/??/*.png")}
