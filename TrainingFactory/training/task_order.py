@@ -19,7 +19,7 @@ class TaskOrder:
         epoch, position = divmod(step, self.steps_per_epoch)
         return epoch * self.size + position * self.batch_size
 
-    def batch(self, step: int) -> list[int]:
+    def take_batch(self, step: int) -> list[int]:
         return self.take(self.start_position(step), self.batch_size)
 
     def take(self, first_position: int, num_indices: int) -> list[int]:
@@ -32,6 +32,6 @@ class TaskOrder:
             self._indices, self._epoch = sorted(range(self.size), key=lambda index: seeds[index]), epoch
         return self._indices[position : position + num_indices]
 
-    def task_index(self, position: int) -> int:
+    def get_task_index(self, position: int) -> int:
         """Return the index at a position of the order."""
         return self.take(position, 1)[0]
