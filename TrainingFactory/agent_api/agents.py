@@ -14,7 +14,7 @@ class AgentRecipe:
 
     program: str
     command: str
-    install: str  # command that installs the program
+    install_command: str
     variables: Mapping[str, str] = field(default_factory=dict)
 
     def list_options(self) -> dict[str, Any]:
@@ -82,6 +82,6 @@ def find_agent(name: str) -> AgentRecipe:
     recipe = AGENT_RECIPES[name]
     if shutil.which(recipe.program) is None:
         raise ValueError(
-            f"{recipe.program} of --agent {name} is not on the PATH. Install it: {recipe.install}"
+            f"{recipe.program} of --agent {name} is not on the PATH. Install it: {recipe.install_command}"
         )
     return recipe

@@ -35,7 +35,9 @@ from TrainingFactory.types import Task, Trajectory
 MODEL_KEYS = ("model.", "logging.", "training.seed")
 REWARD_KEYS = ("reward.type", "reward.parts")  # an override of these replaces the run's reward
 # kind of Python object -> option that replaces it in a command
-OPTIONS = {"environment": "--env FILE.py", "tools": "'tools=[\"FILE.py:NAME\"]'", "tasks": "data.tasks=FILE"}
+REPLACEMENT_OPTIONS = {
+    "environment": "--env FILE.py", "tools": "'tools=[\"FILE.py:NAME\"]'", "tasks": "data.tasks=FILE",
+}  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -189,7 +191,7 @@ def _check_objects(run: TrainedBy, config: TrainingConfig, has_other_environment
         "tasks": config.data.tasks or environment,
     }
     object_kinds = [kind for kind in run.run_info.get("objects", []) if kind in replacements]
-    if missing_options := [OPTIONS[kind] for kind in object_kinds if not replacements[kind]]:
+    if missing_options := [REPLACEMENT_OPTIONS[kind] for kind in object_kinds if not replacements[kind]]:
         raise ValueError(
             f"run {run.name} was started from Python with its own {' and '.join(object_kinds)}, which cannot be "
             f"restored from its folder. Add to the command: {' '.join(missing_options)}"

@@ -95,7 +95,7 @@ class Ledger:
             size, ranges = state["batch_size"], state["consumed"]
         else:  # written by an early version: `consumed` counts groups, all trained in order
             [[_, num_groups]] = state.get("consumed", [[0, step * order.batch_size]])
-            size, ranges = num_groups / step, [[0, state.get("taken", order.start_position(step))]]
+            size, ranges = num_groups / step, [[0, state.get("taken", order.get_start_position(step))]]
         if size != order.batch_size:
             text = f"has trained {size * step:g} groups in {step} steps: training.batch_size cannot change"
             raise ValueError(text)

@@ -260,7 +260,7 @@ def number_groups(
     step: int, order: TaskOrder, groups: Sequence[list[Trajectory]], algorithm: Algorithm
 ) -> list[Group]:
     """Return a group for each list of trajectories, with its number, training rows and position in the task order."""
-    number, position = step * order.batch_size, order.start_position(step)
+    number, position = step * order.batch_size, order.get_start_position(step)
     return [
         Group(number + i, group, algorithm.samples(group), 0, position + i) for i, group in enumerate(groups)
     ]

@@ -147,7 +147,7 @@ async def test_what_fails_in_any_group_ends_the_step_and_nothing_goes_on() -> No
 def test_states_of_earlier_versions_and_of_another_batch_size() -> None:
     order = TaskOrder(7, 3, 0)
     assert Ledger.from_state(order, {"step": 2, "taken": 8, "consumed": [[0, 6]]}).next_position == 8
-    assert Ledger.from_state(order, {"step": 4}).next_position == order.start_position(4) == 10
+    assert Ledger.from_state(order, {"step": 4}).next_position == order.get_start_position(4) == 10
     for state in ({"taken": 8, "consumed": [[0, 8]]}, {"batch_size": 4, "consumed": [[0, 8]]}):
         with pytest.raises(ValueError, match="8 groups in 2 steps"):
             Ledger.from_state(order, {"step": 2} | state)

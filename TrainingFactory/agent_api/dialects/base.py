@@ -103,7 +103,7 @@ class Dialect(ABC):
         """Return the event that ends a stream when the server stops."""
         return json.dumps(self.make_error_body(error))
 
-    def make_token_count(self, tokens: int) -> dict[str, Any]:
+    def make_token_count(self, num_tokens: int) -> dict[str, Any]:
         """Return the response to a request that only counts the tokens of its prompt."""
         raise NotImplementedError
 

@@ -179,8 +179,8 @@ class MessagesDialect(Dialect):
     def make_error_event(self, error: ApiError) -> StreamEvent:
         return _encode(self.make_error_body(error))
 
-    def make_token_count(self, tokens: int) -> dict[str, Any]:
-        return {"input_tokens": tokens}
+    def make_token_count(self, num_tokens: int) -> dict[str, Any]:
+        return {"input_tokens": num_tokens}
 
 
 class _MessagesEvents(EventWriter):

@@ -174,8 +174,8 @@ class ResponsesDialect(Dialect):
         fields = {"code": error.code, "message": error.message, "param": error.param}
         return _encode_event({"type": "error", "sequence_number": sequence_number} | fields)
 
-    def make_token_count(self, tokens: int) -> dict[str, Any]:
-        return {"object": "response.input_tokens", "input_tokens": tokens}
+    def make_token_count(self, num_tokens: int) -> dict[str, Any]:
+        return {"object": "response.input_tokens", "input_tokens": num_tokens}
 
 
 class _ResponsesEvents(EventWriter):
