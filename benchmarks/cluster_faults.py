@@ -35,7 +35,7 @@ from typing import Any
 import psutil
 
 from TrainingFactory.cluster.ray_session import RaySession, require_ray
-from TrainingFactory.training.ledger import wrong_in_ledger
+from TrainingFactory.training.ledger import find_ledger_errors
 
 HERE = Path(__file__).resolve().parents[1]
 MARK = "TFACTORY_FAULTS"  # in the environment of all processes of a campaign
@@ -292,7 +292,7 @@ class Campaign:
         rows = self.rows(name)
         if (steps := [row["step"] for row in rows]) != list(range(1, STEPS + 1)):
             return [f"its metrics have the steps {steps}"]
-        found = [f"ledger: {text}" for text in wrong_in_ledger(self.rows(name, "consumed.jsonl"))]
+        found = [f"ledger: {text}" for text in find_ledger_errors(self.rows(name, "consumed.jsonl"))]
         episodes = Counter(each["group"] for each in self.rows(name, "trajectories.jsonl"))
         if len(episodes) != STEPS * GROUPS or set(episodes.values()) != {MEMBERS}:
             found.append(f"ledger: its groups have the episodes {dict(episodes)}")

@@ -26,7 +26,7 @@ from tests.kits.siblings import COMPUTE, DATA, ENVIRONMENTS
 from TrainingFactory.assembly.local_judge import LocalJudge
 from TrainingFactory.common.endpoints.messages import ModelReply, ModelRequest
 from TrainingFactory.config import TrainingConfig, load_config
-from TrainingFactory.runs.notebook_view import default_watcher
+from TrainingFactory.runs.notebook_view import make_default_watcher
 from TrainingFactory.trainers.training_run import Training
 from TrainingFactory.types import Message, Task, ToolCall, Trajectory
 
@@ -299,7 +299,7 @@ def trains_with_servers(space: dict[str, Any]) -> None:
 
 def trains_on_machines(space: dict[str, Any]) -> None:
     said: list[str] = []
-    watcher = default_watcher()
+    watcher = make_default_watcher()
     watcher.say = said.append
     space["trainer"]._watcher = watcher
     assert space["trainer"].train({**LIMITS, "environment_id": "calculator"}).steps == 1

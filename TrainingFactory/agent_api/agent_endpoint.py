@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from TrainingFactory.agent_api.conversations import Conversations, RequestNode
 from TrainingFactory.agent_api.dialects.base import ResponseHead
-from TrainingFactory.agent_api.dialects.routes import ROUTES, Route
+from TrainingFactory.agent_api.dialects.routes import API_ROUTES, Route
 from TrainingFactory.agent_api.turns.requests import ParsedRequest, check_body_size
 from TrainingFactory.agent_api.turns.responses import (
     OnPartial,
@@ -225,7 +225,7 @@ class AgentEndpoint:
         """Return the HTTP API that agent programs call: the sampling routes of all dialects, the reward and the list of
         models."""
         api = Api(token, is_local)
-        for route in ROUTES:
+        for route in API_ROUTES:
             api.post_by_key(route.path, partial(self._find_handler, route), route.dialect)
         api.post_by_key("/v1/reward", partial(self._find_handler, None))
         model = {"id": self.model or "policy", "object": "model", "created": 0, "owned_by": "trainingfactory"}
@@ -245,7 +245,7 @@ class AgentEndpoint:
         await self._serve_task
 
     @contextlib.contextmanager
-    def admitted(self, episode_key: str, requests: EpisodeRequests) -> Iterator[None]:
+    def accept_requests(self, episode_key: str, requests: EpisodeRequests) -> Iterator[None]:
         """Accept requests with this key for the episode while the context is open."""
         self.open_episodes[episode_key] = requests
         try:
@@ -253,7 +253,7 @@ class AgentEndpoint:
         finally:
             del self.open_episodes[episode_key]
 
-    def metrics(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         """Return the request counts since the last call. `proxy/extended` is the share of turns with a history whose
         prompt extends the sampled tokens of the previous turn."""
         counts, metrics = self.event_counts.copy(), {}

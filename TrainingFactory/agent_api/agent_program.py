@@ -41,7 +41,7 @@ SIGNAL_NAMES = {member.value: member.name for member in signal.Signals}  # real-
 MAX_PROCESSES = 16  # default of environment.options.processes
 # In a command and in the values of options.variables: prompt of the task, working folder, a folder for the program's
 # state, endpoint with and without /v1, key and model name.
-PLACEHOLDERS = ("{prompt}", "{work}", "{home}", "{base_url}", "{root_url}", "{key}", "{model}")
+COMMAND_PLACEHOLDERS = ("{prompt}", "{work}", "{home}", "{base_url}", "{root_url}", "{key}", "{model}")
 POLL_SECONDS = 0.02  # seconds between two checks of a running program
 MAX_OUTPUT_BYTES = 64 * 2**20  # maximum bytes on stdout or stderr
 OUTPUT_TAIL_BYTES = 64 * 1024  # bytes read from the end of an output file
@@ -59,7 +59,7 @@ class ProgramOptions:
 
     cwd: str = "."  # working folder of the program
     env: list[Text] = Field(default_factory=list)  # environment variables to pass on
-    # Further environment variables, with `PLACEHOLDERS`.
+    # Further environment variables, with `COMMAND_PLACEHOLDERS`.
     variables: dict[str, str] = Field(default_factory=dict)
     processes: Count = MAX_PROCESSES  # maximum concurrent programs
     workspace: str | None = None  # folder that is copied for each episode; the program works in the copy
@@ -93,7 +93,7 @@ class AgentProgram:
         program.scores_episodes = False
         return program
 
-    def visible_columns(self, row: dict[str, Any]) -> dict[str, Any]:
+    def select_columns(self, row: dict[str, Any]) -> dict[str, Any]:
         """Return the columns of a task that the program receives. A program that does not score its own episode gets
         only `id`, `prompt` and the columns named in its options, because the model could read the answer with the
         program's tools."""
@@ -159,7 +159,7 @@ class ProgramEpisode(SelfScoredEpisode):
             task_folder = tempfile.TemporaryDirectory(prefix="tfactory-episode-", ignore_cleanup_errors=True)
             task_file = Path(stack.enter_context(task_folder), "task.json")
             task_row = trajectory_to_dict(Trajectory(self.task, group=""))["task"]
-            task_json = json.dumps(program.visible_columns(task_row), default=str).encode()
+            task_json = json.dumps(program.select_columns(task_row), default=str).encode()
             task_file.write_bytes(task_json)
             home = tempfile.TemporaryDirectory(prefix="tfactory-home-", ignore_cleanup_errors=True)
             cwd = program.cwd
@@ -189,14 +189,14 @@ class ProgramEpisode(SelfScoredEpisode):
             raise ProgramFailed(text)
 
     def _make_placeholders(self, cwd: Path, home: str) -> dict[str, str]:
-        """Return the values that replace the `PLACEHOLDERS` in the command and the variables."""
+        """Return the values that replace the `COMMAND_PLACEHOLDERS` in the command and the variables."""
         prompt = self.task.prompt
         prompt_text = (
             prompt if isinstance(prompt, str) else "\n\n".join(as_text(m.content, m.images) for m in prompt)
         )
         root_url = self.endpoint.base_url.removesuffix("/v1")
         endpoint_texts = (self.endpoint.base_url, root_url, self.key, self.endpoint.model or "policy")
-        return dict(zip(PLACEHOLDERS, (prompt_text, str(cwd), home, *endpoint_texts), strict=True))
+        return dict(zip(COMMAND_PLACEHOLDERS, (prompt_text, str(cwd), home, *endpoint_texts), strict=True))
 
     def _make_env(self, placeholders: dict[str, str]) -> dict[str, str]:
         """Return the program's environment: inherited variables, addresses and keys of all dialects, options."""
@@ -324,7 +324,7 @@ class ProgramRun(EpisodeRun):
         requests = EpisodeRequests(
             self.rules, self._sampler, self.session, self.seed_of, endpoint.event_counts, endpoint.model
         )
-        with endpoint.admitted(environment.key, requests):
+        with endpoint.accept_requests(environment.key, requests):
             play_task = asyncio.ensure_future(environment.play(requests))
             try:
                 await asyncio.wait({play_task, requests.failure}, return_when=asyncio.FIRST_COMPLETED)

@@ -14,10 +14,10 @@ class AgentRecipe:
 
     program: str
     command: str
-    install: str  # command that installs the program
+    install_command: str
     variables: Mapping[str, str] = field(default_factory=dict)
 
-    def options(self) -> dict[str, Any]:
+    def list_options(self) -> dict[str, Any]:
         """Return the config keys that the recipe sets, with their values."""
         return {
             "environment.command": self.command,
@@ -27,7 +27,7 @@ class AgentRecipe:
 
 
 # All of them run their tools without asking, in the work folder of an episode, and keep their state in {home}.
-AGENTS = {
+AGENT_RECIPES = {
     "claude-code": AgentRecipe(
         "claude",
         "claude -p {prompt} --model {model} --output-format json --dangerously-skip-permissions",
@@ -75,13 +75,13 @@ AGENTS = {
 
 def find_agent(name: str) -> AgentRecipe:
     """Return an agent's recipe; raise ValueError if it is unknown or not installed."""
-    if name not in AGENTS:
+    if name not in AGENT_RECIPES:
         raise ValueError(
-            f"unknown agent {name!r}; use one of {', '.join(AGENTS)}, or set environment.command"
+            f"unknown agent {name!r}; use one of {', '.join(AGENT_RECIPES)}, or set environment.command"
         )
-    recipe = AGENTS[name]
+    recipe = AGENT_RECIPES[name]
     if shutil.which(recipe.program) is None:
         raise ValueError(
-            f"{recipe.program} of --agent {name} is not on the PATH. Install it: {recipe.install}"
+            f"{recipe.program} of --agent {name} is not on the PATH. Install it: {recipe.install_command}"
         )
     return recipe

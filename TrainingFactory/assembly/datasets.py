@@ -14,7 +14,7 @@ from TrainingFactory.data.datasets import read_rows
 from TrainingFactory.data.disk import write_atomically
 from TrainingFactory.data.examples import Examples, Form, load_examples
 from TrainingFactory.runs.folder import TRAJECTORIES, RunFolder, is_run
-from TrainingFactory.training.dataset import argument_problem
+from TrainingFactory.training.dataset import find_call_problem
 from TrainingFactory.types import Image
 
 
@@ -61,7 +61,7 @@ def fit_forms(source: str, split: str, max_rows: int) -> DatasetFit:
     fit = DatasetFit(len(first_rows), len(rows) > max_rows, [str(name) for name in columns])
     for form in get_args(Form):
         try:
-            examples = load_examples(first_rows, form, check_call=argument_problem)
+            examples = load_examples(first_rows, form, check_call=find_call_problem)
         except ValueError as error:
             fit.problem_by_form[form] = str(error).partition("\n")[0]
         else:

@@ -66,7 +66,7 @@ class RunTools:
         if self._recording is None or not is_run(self._recording):
             return None
         run = RunFolder(self._recording)
-        return run if run.config.optimization.effective_max_staleness and run.ledger() else None
+        return run if run.config.optimization.effective_max_staleness and run.read_ledger() else None
 
     async def equip(self, environment: Any) -> Any:
         """Make the tools, start their servers, and return the environment with the tools added. Start the endpoint of
@@ -120,7 +120,7 @@ class RunTools:
     def metrics(self, is_included: Callable[[EpisodeKey], bool] = lambda _: True) -> dict[str, float]:
         """Return the metrics of tool calls in the `is_included` episodes, the request counts of agent programs, and the
         result of the environment's class method `run_metrics`; empty if there were none."""
-        program_metrics = {} if self._program is None else self._program.endpoint.metrics()
+        program_metrics = {} if self._program is None else self._program.endpoint.pop_metrics()
         return self.runtime.snapshot(is_included) | program_metrics | self._environment_metrics()
 
     def totals(self) -> dict[str, float]:

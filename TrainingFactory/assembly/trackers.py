@@ -13,7 +13,7 @@ from typing import Any
 from TrainingFactory.common.texts import escape_control
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.protocols import Tracker
-from TrainingFactory.runs.episode_texts import best_and_worst, conversation_lines, ending_text
+from TrainingFactory.runs.episode_texts import format_ending, list_conversation_lines, pick_best_and_worst
 from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.types import Trajectory
 
@@ -90,11 +90,11 @@ class MLflow:
 def _format_episodes(episodes: Sequence[Trajectory]) -> dict[str, str]:
     """Return the best and the worst episode as text."""
     text_by_label = {}
-    for label, episode in best_and_worst(episodes).items():
+    for label, episode in pick_best_and_worst(episodes).items():
         lines = [
             f"task {episode.task.id}",
-            *map(": ".join, conversation_lines(episode)),
-            ending_text(episode),
+            *map(": ".join, list_conversation_lines(episode)),
+            format_ending(episode),
         ]
         text_by_label[label] = "\n".join(map(escape_control, lines))
     return text_by_label

@@ -43,7 +43,7 @@ from TrainingFactory.cli.ui import ui
 from TrainingFactory.cluster.launcher import LAUNCHER_VARIABLES, find_launched_process
 from TrainingFactory.common.event_loop import sigterm_as_ctrl_c
 from TrainingFactory.common.texts import escape_control
-from TrainingFactory.runs.devices import device_failure
+from TrainingFactory.runs.devices import describe_device_failure
 
 FAILED = 1
 USER_ERROR = 2
@@ -83,7 +83,7 @@ def run(
         return status
     except Exception as error:
         # Expected errors: invalid input (ValueError), files and disks (OSError), failed devices.
-        device_error = device_failure(error)
+        device_error = describe_device_failure(error)
         if device_error is None and not isinstance(error, ValueError | OSError):
             raise
         if isinstance(error, BrokenPipeError) and _stdout_is_closed():

@@ -17,7 +17,7 @@ from TrainingFactory.cli.evaluate import RECORD_COLUMNS, record_row, run_evaluat
 from TrainingFactory.cli.options import Count, Flags, Json, RunsFolder, storage_paths
 from TrainingFactory.common.texts import escape_control
 from TrainingFactory.config.loading import key_value
-from TrainingFactory.runs.episode_texts import conversation_lines, ending_text
+from TrainingFactory.runs.episode_texts import format_ending, list_conversation_lines
 from TrainingFactory.types import Trajectory
 
 if TYPE_CHECKING:
@@ -121,12 +121,12 @@ def _print_comparison(comparison: Comparison, num_shown: int) -> None:
 
 def _format_task_ids(flips: Sequence[Flip], max_shown: int = 20) -> str:
     omitted_note = f" and {len(flips) - max_shown} more" if len(flips) > max_shown else ""
-    return ", ".join(flip.task for flip in flips[:max_shown]) + omitted_note
+    return ", ".join(flip.task_id for flip in flips[:max_shown]) + omitted_note
 
 
 def _print_episodes(comparison: Comparison, flip: Flip, episodes: Sequence[Trajectory | None]) -> None:
     console = show.console(stderr=False)
-    console.print(Rule(Text(escape_control(f"task {flip.task}")), align="left"))
+    console.print(Rule(Text(escape_control(f"task {flip.task_id}")), align="left"))
     grid = Table(box=None, padding=(0, 2, 0, 0), expand=True)
     for side, success in zip((comparison.first, comparison.second), flip.success_rates, strict=True):
         grid.add_column(Text(escape_control(f"{side.name}: {success:g}")), ratio=1, overflow="fold")
@@ -138,7 +138,7 @@ def _render_episode(episode: Trajectory | None) -> Table | Text:
     if episode is None:
         return Text("(no stored episode; run with --again)", style="dim")
     rows = show.message_grid()
-    for role, text in conversation_lines(episode):
+    for role, text in list_conversation_lines(episode):
         rows.add_row(Text(role, style=show.ROLE_STYLES[role]), show.literal_text(text or "(no text)"))
-    rows.add_row("", Text(escape_control(ending_text(episode)), style="bold"))
+    rows.add_row("", Text(escape_control(format_ending(episode)), style="bold"))
     return rows

@@ -18,7 +18,7 @@ from TrainingFactory.apps.reports.credit_view import (
 )
 from TrainingFactory.cli import show
 from TrainingFactory.common.texts import escape_control
-from TrainingFactory.runs.episode_texts import format_content, reward_text
+from TrainingFactory.runs.episode_texts import format_content, format_reward
 
 GREEN, RED, PALE = (64, 190, 100), (245, 95, 95), (238, 238, 238)
 
@@ -51,7 +51,7 @@ def _print_group(credit: Credit, group: GroupCredit) -> None:
 def _print_episode(credit: Credit, episode: EpisodeCredit) -> None:
     console, grid, trajectory = show.console(stderr=False), show.message_grid(), episode.trajectory
     status = (trajectory.status, show.STATUS_STYLES.get(trajectory.status, "red"))
-    reward = escape_control(reward_text(trajectory.reward))
+    reward = escape_control(format_reward(trajectory.reward))
     console.print(Text.assemble((f"member {trajectory.member}", "bold"), " | ", status, f" | {reward}"))
     if episode.left_out:
         console.print(Text(escape_control(episode.left_out), style="italic"))

@@ -136,11 +136,11 @@ def check(
     """
     from TrainingFactory.assembly.datasets import find_dataset
     from TrainingFactory.data.examples import load_examples
-    from TrainingFactory.training.dataset import argument_problem
+    from TrainingFactory.training.dataset import find_call_problem
 
     form = "rm" if algorithm == "reward_model" else algorithm
     dataset = find_dataset(source, runs)
-    examples = load_examples(dataset, form, split=split, skip_bad_rows=True, check_call=argument_problem)
+    examples = load_examples(dataset, form, split=split, skip_bad_rows=True, check_call=find_call_problem)
     for problem in examples.row_problems:
         show.fail(problem)
     summary = [("rows", str(examples.num_rows)), ("usable", f"{len(examples)} examples for {form}")]

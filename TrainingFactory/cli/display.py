@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from TrainingFactory.cli import show
-from TrainingFactory.runs.tracking import metrics_line
+from TrainingFactory.runs.tracking import format_metrics_line
 from TrainingFactory.types import Trajectory
 
 T = TypeVar("T")
@@ -99,7 +99,7 @@ class Display:
             seconds = self._bars.tasks[task_id].time_remaining
             time_left = f"{format_duration(seconds)} left" if seconds else ""
             step_label = "step" if self.task == "steps" else f"{self.task}: step"
-            self.say(f"{step_label} {step}/{total}  {metrics_line(metrics)}  {time_left}".rstrip())
+            self.say(f"{step_label} {step}/{total}  {format_metrics_line(metrics)}  {time_left}".rstrip())
 
     def earlier(self, rows: list[dict[str, Any]]) -> None:
         """Add completed steps, as rows of metrics.jsonl, to the plot."""
@@ -142,7 +142,7 @@ class Display:
     def _draw(self) -> Group:
         metrics = self._metrics
         details = [text.format(metrics[name]) for name, text in DETAILS.items() if name in metrics]
-        lines = [metrics_line(metrics), *(["  ".join(details)] if details else [])]
+        lines = [format_metrics_line(metrics), *(["  ".join(details)] if details else [])]
         if self._curve:
             lines.insert(0, sparkline(list(self._curve.values())))
         if self._phase and self._num_expected is None:

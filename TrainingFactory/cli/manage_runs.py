@@ -8,7 +8,7 @@ from pathlib import Path
 from TrainingFactory.apps.manage import runs as manage
 from TrainingFactory.cli import show
 from TrainingFactory.cli.options import RunName, RunsFolder
-from TrainingFactory.runs.annotations import annotate, parse_tags, read_annotations
+from TrainingFactory.runs.annotations import annotate_run, parse_tags, read_annotations
 from TrainingFactory.runs.folder import RunFolder
 
 
@@ -61,7 +61,7 @@ def archive(*names: RunName, undo: bool = False, runs: RunsFolder = "runs") -> N
         undo: Show the runs in the list again.
     """
     for run in [RunFolder.find(name, runs) for name in names]:
-        annotate(run, archived=not undo)
+        annotate_run(run, archived=not undo)
         print(f"{'unarchived' if undo else 'archived'} {run.name}")
 
 
@@ -95,7 +95,7 @@ def tag(name: RunName, *tags: str, remove: list[str] | None = None, runs: RunsFo
     """
     run = RunFolder.find(name, runs)
     if tags or remove:
-        annotate(run, tags=parse_tags(tags), removed_tags=remove or ())
+        annotate_run(run, tags=parse_tags(tags), removed_tags=remove or ())
     for tag_name, value in read_annotations(run).tags.items():
         print(f"{tag_name}={value}" if value else tag_name)
 
@@ -113,7 +113,7 @@ def note(name: RunName, text: str | None = None, *, runs: RunsFolder = "runs") -
     """
     run = RunFolder.find(name, runs)
     if text is not None:
-        annotate(run, note=text)
+        annotate_run(run, note=text)
     elif current_note := read_annotations(run).note:
         print(current_note)
 

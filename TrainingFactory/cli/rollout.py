@@ -43,9 +43,9 @@ def rollout(
     config = read_config(config_path, options)
     # Imported here because it is slow: --help and config errors should appear at once.
     from TrainingFactory.evaluation.rollouts import Rollouts
-    from TrainingFactory.trainers.notices import notices
+    from TrainingFactory.trainers.notices import list_notices
 
-    for notice in notices(config):
+    for notice in list_notices(config):
         show.note(f"note: {notice}")
     group_size = config.training.group_size if "group_size" in config.training.model_fields_set else 1
     rollouts = Rollouts(config, out, group_size, replay=replay, notify=show.note)

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from TrainingFactory.common.texts import escape_control, pluralize
 from TrainingFactory.data.samples import turn_spans
-from TrainingFactory.runs.episode_texts import message_lines, reward_text
+from TrainingFactory.runs.episode_texts import format_reward, list_message_lines
 from TrainingFactory.types import Message, ToolSpec, Trajectory
 
 MAX_CHARS = 1500  # printed characters of one text; saved files are not truncated
@@ -138,7 +138,7 @@ def _add_message(rows: Table, message: Message, is_failed: bool = False) -> None
     if message.reasoning:
         rows.add_row(Text("thinking", style="dim italic"), literal_text(message.reasoning, "dim"))
     parse_errors = {call.error for call in message.tool_calls}
-    for role, text in message_lines(message):
+    for role, text in list_message_lines(message):
         style = "red" if is_failed or text in parse_errors else ""
         rows.add_row(Text(role, style=ROLE_STYLES[role]), literal_text(text or "(no text)", style))
 
@@ -158,7 +158,7 @@ def literal_text(text: str, style: str = "") -> Text:
 
 def _format_ending(trajectory: Trajectory) -> Text:
     tokens = sum(turn.sampled_tokens for turn in trajectory.turns)
-    reward = escape_control(reward_text(trajectory.reward))
+    reward = escape_control(format_reward(trajectory.reward))
     line = Text.assemble(
         (trajectory.status, STATUS_STYLES.get(trajectory.status, "red")),
         f" | {reward} | {pluralize(len(trajectory.turns), 'turn')}, {tokens} tokens, {trajectory.seconds:.1f} s",

@@ -45,9 +45,9 @@ class ComparedModel:
     stored_records: list[StoredRecord | None] = field(default_factory=list)
     evaluations: list[RecordedEvaluation | None] = field(default_factory=list)
 
-    def add_evaluation(self, evaluation: RecordedEvaluation, rerun: bool = False) -> None:
-        """Reuse an earlier record under the same conditions unless `rerun` is set, or schedule the evaluation."""
-        earlier_record = None if rerun else _find_earlier_record(evaluation)
+    def add_evaluation(self, evaluation: RecordedEvaluation, must_rerun: bool = False) -> None:
+        """Reuse an earlier record under the same conditions unless `must_rerun` is set, or schedule the evaluation."""
+        earlier_record = None if must_rerun else _find_earlier_record(evaluation)
         if earlier_record is not None:
             evaluation.discard()
         self.stored_records.append(earlier_record)
@@ -75,7 +75,7 @@ class Flip(NamedTuple):
     """Task with different success rates on both sides, and the two group members that show the difference."""
 
     entry_index: int  # index of the suite entry
-    task: str
+    task_id: str
     success_rates: tuple[float, float]
     members: tuple[int, int]
 
@@ -103,8 +103,8 @@ class Comparison:
             "difference_low": self.difference.low,
             "difference_high": self.difference.high,
             "p": self.p,
-            "better": [flip.task for flip in self.wins],
-            "worse": [flip.task for flip in self.losses],
+            "better": [flip.task_id for flip in self.wins],
+            "worse": [flip.task_id for flip in self.losses],
             "notes": self.notes,
         }
 
@@ -113,7 +113,7 @@ class Comparison:
         flips = list(flips)
         episodes_by_side = [_load_episodes(self.first, flips, 0), _load_episodes(self.second, flips, 1)]
         return [
-            (flip, [episodes.get((flip.entry_index, flip.task)) for episodes in episodes_by_side])
+            (flip, [episodes.get((flip.entry_index, flip.task_id)) for episodes in episodes_by_side])
             for flip in flips
         ]
 
@@ -125,7 +125,7 @@ def sides(
     suite: str | None = None,
     notify: Notify = lambda _: None,
     runs: str | Path = "runs",
-    again: bool = False,
+    must_rerun: bool = False,
 ) -> tuple[list[ComparedModel], list[float]]:
     """Return the sides of a comparison with their existing records, and the weights of the suite's entries. Nothing is
     run. Without a suite, the tasks are those of `env`, or of the first run in `names`, preferably one that sampled
@@ -144,7 +144,7 @@ def sides(
             for evaluation in make_suite_evaluations(
                 loaded_suite, make_model_request(side.name, overrides, runs), folder, notify
             ):
-                side.add_evaluation(evaluation, again)
+                side.add_evaluation(evaluation, must_rerun)
         return sides, [entry.weight for entry in loaded_suite.entries]
     if model_names:
         trained_by_name = {
@@ -159,7 +159,7 @@ def sides(
         else:
             assert reference is not None
             request = make_model_request(side.name, overrides, runs).with_conditions(reference.config)
-            side.add_evaluation(RecordedEvaluation(request, notify=notify), again)
+            side.add_evaluation(RecordedEvaluation(request, notify=notify), must_rerun)
     return sides, [1.0]
 
 
@@ -192,7 +192,7 @@ def compare(first: ComparedModel, second: ComparedModel, weights: Sequence[float
             f"only {len(flips)} of {num_tasks} tasks flipped, too few for significance; use more tasks"
         )
     p = statistics.compute_p_value(len(wins), len(losses))
-    return Comparison(first, second, statistics.bootstrap(strata), p, num_tasks, wins, losses, notes)
+    return Comparison(first, second, statistics.bootstrap_mean(strata), p, num_tasks, wins, losses, notes)
 
 
 def _get_record(name: str, runs: str | Path, notify: Notify) -> StoredRecord | None:
@@ -261,8 +261,8 @@ def success_rate(outcome: TaskOutcome) -> float:
 def _make_flip(entry_index: int, outcome: TaskOutcome, other: TaskOutcome) -> Flip:
     has_improved = success_rate(other) > success_rate(outcome)
 
-    def find_member(outcome: TaskOutcome, success: bool) -> int:
-        return next((episode.member for episode in outcome.episodes if episode.success is success), 0)
+    def find_member(outcome: TaskOutcome, is_success: bool) -> int:
+        return next((episode.member for episode in outcome.episodes if episode.success is is_success), 0)
 
     members = find_member(outcome, not has_improved), find_member(other, has_improved)
     return Flip(entry_index, outcome.task, (success_rate(outcome), success_rate(other)), members)
@@ -274,7 +274,7 @@ def _load_episodes(
     """Load the episodes of `flips` from the files that the records of a side name; `side_index` is 0 or 1."""
     episodes: dict[tuple[int, str], Trajectory] = {}
     for index, stored_record in enumerate(model.stored_records):
-        keys = {(flip.task, flip.members[side_index]) for flip in flips if flip.entry_index == index}
+        keys = {(flip.task_id, flip.members[side_index]) for flip in flips if flip.entry_index == index}
         if not keys or stored_record is None or stored_record.record.episodes_file is None:
             continue
         path = stored_record.file.parent / stored_record.record.episodes_file

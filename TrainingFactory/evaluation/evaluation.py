@@ -27,14 +27,14 @@ class Evaluation(Rollouts):
     def __init__(
         self,
         config: TrainingConfig,
-        out: Path | None = None,
+        path: Path | None = None,
         replay: str | Path | None = None,
         notify: Callable[[str], None] = lambda _: None,
     ) -> None:
         config = resolve_ids(config, notify)
         self.scored_by = name_scorer(config, evaluation_reward(assemble_rewards.check_reward(config), notify))
         group_size = config.training.group_size if "group_size" in config.training.model_fields_set else 1
-        super().__init__(config, out, group_size, (), replay, evaluation_reward, notify)
+        super().__init__(config, path, group_size, (), replay, evaluation_reward, notify)
 
     async def run_async(self, on_episode: Callable[[Trajectory], None] = lambda _: None) -> RolloutReport:
         report = await super().run_async(on_episode)

@@ -45,7 +45,7 @@ def identify_model(
 
 
 def make_conditions(
-    config: TrainingConfig, tasks: Sequence[Task], episodes: int, extra_inputs: Sequence[str | None] = ()
+    config: TrainingConfig, tasks: Sequence[Task], num_episodes: int, extra_inputs: Sequence[str | None] = ()
 ) -> Conditions:
     """Return the conditions that two evaluations must share to be comparable. Files are identified by their contents,
     and Python objects that the config does not name by `extra_inputs`."""
@@ -62,7 +62,7 @@ def make_conditions(
         tasks=digest_tasks(tasks),
         count=len(tasks),
         seed=config.training.seed,
-        episodes=episodes,
+        episodes=num_episodes,
         sampling=config.sampling.model_dump(exclude=SPEED_OPTIONS)
         | {"max_turns": config.environment.max_turns},
         rest=digest_json(

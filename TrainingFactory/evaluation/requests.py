@@ -35,7 +35,9 @@ from TrainingFactory.types import Task, Trajectory
 MODEL_KEYS = ("model.", "logging.", "training.seed")
 REWARD_KEYS = ("reward.type", "reward.parts")  # an override of these replaces the run's reward
 # kind of Python object -> option that replaces it in a command
-OPTIONS = {"environment": "--env FILE.py", "tools": "'tools=[\"FILE.py:NAME\"]'", "tasks": "data.tasks=FILE"}
+REPLACEMENT_OPTIONS = {
+    "environment": "--env FILE.py", "tools": "'tools=[\"FILE.py:NAME\"]'", "tasks": "data.tasks=FILE",
+}  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -49,7 +51,7 @@ class EvaluationRequest:
     suite: str | None = None
     entry: str | None = None
     version: Version | None = None  # of a registered model
-    registry: Path | None = None  # the registry's file
+    registry_file: Path | None = None
 
     @property
     def records_file(self) -> Path:
@@ -60,8 +62,8 @@ class EvaluationRequest:
     def save_record(self, record: EvaluationRecord) -> None:
         """Append the record to its file, and to the registry if the model is registered."""
         append_record(self.records_file, record)
-        if self.version is not None and self.registry is not None:
-            Catalogue(self.registry).add_evaluation(str(self.version), record.model_dump(mode="json"))
+        if self.version is not None and self.registry_file is not None:
+            Catalogue(self.registry_file).add_evaluation(str(self.version), record.model_dump(mode="json"))
 
     def with_conditions(
         self, config: TrainingConfig, suite: str | None = None, entry: str | None = None
@@ -77,11 +79,11 @@ class RecordedEvaluation(Evaluation):
     def __init__(
         self,
         request: EvaluationRequest,
-        out: Path | None = None,
+        path: Path | None = None,
         replay: str | Path | None = None,
         notify: Notify = lambda _: None,
     ) -> None:
-        super().__init__(request.config, out, replay, notify)
+        super().__init__(request.config, path, replay, notify)
         self.request, self.record = request, None
         self.conditions = make_conditions(request.config, self.tasks, self.group_size)
         self.model = identify_model(request.config.model, request.name, request.run, request.step)
@@ -160,10 +162,10 @@ def _get_option_key(option: str) -> str:
     return full_key(option.partition("=")[0].strip())
 
 
-def _make_request(model: ResolvedModel, config: TrainingConfig, registry: Path) -> EvaluationRequest:
+def _make_request(model: ResolvedModel, config: TrainingConfig, registry_file: Path) -> EvaluationRequest:
     run, step_match = model.run, re.fullmatch(r"step-(\d+)", model.folder.name if model.folder else "")
     if not isinstance(run, RunFolder):
-        return EvaluationRequest(model.query, config, version=model.version, registry=registry)
+        return EvaluationRequest(model.query, config, version=model.version, registry_file=registry_file)
     return EvaluationRequest(model.query, config, run, int(step_match[1]) if step_match else None)
 
 
@@ -189,7 +191,7 @@ def _check_objects(run: TrainedBy, config: TrainingConfig, has_other_environment
         "tasks": config.data.tasks or environment,
     }
     object_kinds = [kind for kind in run.run_info.get("objects", []) if kind in replacements]
-    if missing_options := [OPTIONS[kind] for kind in object_kinds if not replacements[kind]]:
+    if missing_options := [REPLACEMENT_OPTIONS[kind] for kind in object_kinds if not replacements[kind]]:
         raise ValueError(
             f"run {run.name} was started from Python with its own {' and '.join(object_kinds)}, which cannot be "
             f"restored from its folder. Add to the command: {' '.join(missing_options)}"

@@ -33,7 +33,7 @@ from TrainingFactory.protocols import ChatFormat, EnvironmentFactory, RewardFunc
 from TrainingFactory.resolve import factories
 from TrainingFactory.resolve.model_names import with_resolved_model
 from TrainingFactory.rollout import rollout_metrics
-from TrainingFactory.runs.folder import find_unused_path, shorten_name
+from TrainingFactory.runs.folder import find_unused_path, shorten_environment
 from TrainingFactory.tools.recording import CALLS_FILE
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.training.dataset import UserObjects, make_tasks
@@ -51,14 +51,14 @@ class RolloutReport:
 
 
 class Rollouts:
-    """Runs `group_size` episodes per task and saves them to the JSONL file `out`, by default a new one. If
+    """Runs `group_size` episodes per task and saves them to the JSONL file `path`, by default a new one. If
     logging.record_tools is set to true, tool calls are recorded in a folder beside it; `replay` is such a folder, whose
     recorded calls are replayed. `select_reward` selects the part of the config's reward that scores the episodes."""
 
     def __init__(
         self,
         config: TrainingConfig,
-        out: Path | None = None,
+        path: Path | None = None,
         group_size: int = 1,
         tools: Sequence[Any] = (),
         replay: str | Path | None = None,
@@ -84,9 +84,9 @@ class Rollouts:
         self.rounds: Sequence[Sequence[Task]] = [self.tasks]
         self.should_stop: Callable[[Sequence[Trajectory]], bool] = lambda _: False
         self.num_episodes = len(self.tasks) * group_size
-        file_stem = shorten_name(config.environment.environment_id or "tools")
+        file_stem = shorten_environment(config.environment.environment_id or "tools")
         folder = Path(config.logging.output_dir).expanduser() / "rollouts"
-        self.path = out.expanduser() if out is not None else find_unused_path(folder, file_stem, ".jsonl")
+        self.path = path.expanduser() if path is not None else find_unused_path(folder, file_stem, ".jsonl")
         self._target_path = self.path.resolve()  # replace the target of a link, not the link
         self._recording_folder = self._choose_recording_folder()
         self._partial_file = create_part_file(self._target_path)
@@ -109,7 +109,7 @@ class Rollouts:
             async with AsyncExitStack() as stack:
                 stack.push_async_callback(self.tools.close)
                 stack.callback(self.tools.commit)
-                with self._interrupts.watching():
+                with self._interrupts.watch_signals():
                     start_time = await self._interrupts.interruptible(self._run_episodes(stack, on_episode))
         except StopRequested:
             was_interrupted = True

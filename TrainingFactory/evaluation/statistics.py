@@ -72,7 +72,7 @@ def choose_ks(max_k: int) -> list[int]:
     return sorted({max_k, *(2**exponent for exponent in range(max_k.bit_length()) if 2**exponent <= max_k)})
 
 
-def bootstrap(strata: Sequence[tuple[float, Sequence[float]]], seed: int = 0) -> Estimate:
+def bootstrap_mean(strata: Sequence[tuple[float, Sequence[float]]], seed: int = 0) -> Estimate:
     """Return the weighted mean of several task sets' means (weight, values), with a stratified bootstrap interval."""
     import numpy as np  # a quarter of a second that most commands do without
 

@@ -98,12 +98,12 @@ class Suite(Section):
             (entry.weight, [sum(successes) / len(successes) for successes in record.scored_episodes.values()])
             for entry, record in zip(self.entries, records, strict=True)
         ]
-        return statistics.bootstrap(strata)
+        return statistics.bootstrap_mean(strata)
 
 
-ENVIRONMENTS = ("calculator", "search", "text2sql")
+SUITE_ENVIRONMENTS = ("calculator", "search", "text2sql")
 BUILTIN_SUITES: dict[str, dict[str, Any]] = {
-    name: {"name": name, "entries": [{"environment": env, "count": count} for env in ENVIRONMENTS]}
+    name: {"name": name, "entries": [{"environment": env, "count": count} for env in SUITE_ENVIRONMENTS]}
     for name, count in (("builtin", 64), ("quick", 8))
 }
 

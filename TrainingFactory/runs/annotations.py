@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from TrainingFactory.data.disk import read_small_file, write_atomically
 from TrainingFactory.runs.folder import RunFolder
 
-ANNOTATIONS = "annotations.json"
+ANNOTATIONS_FILE = "annotations.json"
 TAG_NAME = re.compile(r"[^\W_][\w.+-]{0,63}")
 MAX_TAG_CHARS, MAX_NOTE_CHARS = 200, 20_000  # characters of a tag's value and of a note
 _write_lock = threading.Lock()
@@ -27,7 +27,7 @@ class Annotations(BaseModel):
 
 def read_annotations(run: RunFolder) -> Annotations:
     """Return the annotations of a run; raise ValueError if the file is damaged."""
-    path = run.path / ANNOTATIONS
+    path = run.path / ANNOTATIONS_FILE
     try:
         return Annotations.model_validate_json(read_small_file(path))
     except FileNotFoundError:
@@ -37,7 +37,7 @@ def read_annotations(run: RunFolder) -> Annotations:
         raise ValueError(f"cannot read {path}: {problem}. Correct or remove the file") from error
 
 
-def annotate(
+def annotate_run(
     run: RunFolder,
     *,
     archived: bool | None = None,
@@ -62,7 +62,7 @@ def annotate(
             annotations.archived = archived
         if note is not None:
             annotations.note = note.strip()
-        write_atomically(run.path / ANNOTATIONS, annotations.model_dump_json(indent=1))
+        write_atomically(run.path / ANNOTATIONS_FILE, annotations.model_dump_json(indent=1))
     return annotations
 
 

@@ -10,7 +10,7 @@ _OUT_OF_MEMORY = re.compile(
     r"(CUDA|HIP|XPU|MPS backend)( error:)? out of memory|_ALLOC_FAILED|can't allocate memory"
 )
 _DEVICE_ERROR = re.compile(r"(CUDA|HIP|cuDNN) error|Triton Error \[")
-_HINTS = re.compile(r"\s*(\n|Of the allocated memory|If reserved but).*", re.DOTALL)  # for developers
+_TORCH_HINTS = re.compile(r"\s*(\n|Of the allocated memory|If reserved but).*", re.DOTALL)  # for developers
 SAVE_MEMORY = (
     "To save memory, lower training.token_budget, set training.gradient_checkpointing=true or lower sampling.slots; "
     "a resumed run reads these from its config.yaml. A new run can also use a smaller model.max_length, "
@@ -24,11 +24,11 @@ CHECK_DEVICE = (
 )
 
 
-def device_failure(error: BaseException) -> str | None:
+def describe_device_failure(error: BaseException) -> str | None:
     """Return a message with a remedy if the error is a device failure, here or in a worker process; else None."""
     is_from_worker = type(error) is OSError and error.errno is None
     message = str(error) if is_from_worker or isinstance(error, RuntimeError | SamplersLost) else ""
-    detail = _HINTS.sub("", message) if isinstance(error, RuntimeError) else " ".join(message.split())
+    detail = _TORCH_HINTS.sub("", message) if isinstance(error, RuntimeError) else " ".join(message.split())
     for pattern, problem, remedy in (
         (_OUT_OF_MEMORY, "the device has too little memory", SAVE_MEMORY),
         (_DEVICE_ERROR, "the device failed", CHECK_DEVICE),

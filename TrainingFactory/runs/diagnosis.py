@@ -11,7 +11,7 @@ from TrainingFactory.runs.findings import Finding, Severity
 T = TypeVar("T")
 SEVERITIES: list[Severity] = ["error", "warning", "note"]
 # name of a finding -> remedy; the findings of `runs/finding_rules.py` have their own remedies
-REMEDIES = {
+FINDING_REMEDIES = {
     "config": "Fix the config as described, then run tfactory doctor again.",
     "ignored": "Remove the option, or change the option that makes it ineffective.",
     "model": "Fix the model section, or choose another model.",
@@ -36,14 +36,14 @@ class Diagnosis:
     facts: dict[str, str] = field(default_factory=dict)
 
     def add(self, name: str, sentence: str, severity: Severity = "error", remedy: str = "") -> None:
-        finding = Finding(name, sentence.rstrip("."), remedy or REMEDIES[name], severity)
+        finding = Finding(name, sentence.rstrip("."), remedy or FINDING_REMEDIES[name], severity)
         if finding not in self.findings:  # one check may run twice: alone, and as part of a larger one
             self.findings.append(finding)
 
-    def check(self, name: str, function: Callable[[], T]) -> T | None:
-        """Call `function` and return its result. On ValueError or OSError, add a finding `name` and return None."""
+    def check(self, name: str, run_check: Callable[[], T]) -> T | None:
+        """Call `run_check` and return its result. On ValueError or OSError, add a finding `name` and return None."""
         try:
-            return function()
+            return run_check()
         except (ValueError, OSError) as error:
             self.add(name, str(error))
             return None

@@ -12,7 +12,7 @@ from TrainingFactory.types import Image, Message
 
 MAX_IMAGES = 100
 MAX_BYTES = 4 << 20
-STYLE = "display: block; max-width: min(320px, 100%); height: auto"
+IMAGE_STYLE = "display: block; max-width: min(320px, 100%); height: auto"
 
 
 class EmbeddedImages:
@@ -29,7 +29,7 @@ class EmbeddedImages:
         else:
             segments = [content] if content else []
         return Markup().join(
-            self._embed(segment) if isinstance(segment, Image) else escape_control(segment)
+            self._embed_image(segment) if isinstance(segment, Image) else escape_control(segment)
             for segment in segments or ["(no text)"]
         )
 
@@ -43,7 +43,7 @@ class EmbeddedImages:
             f"{MAX_BYTES >> 20} MiB of them. `tfactory ui` shows all"
         )
 
-    def _embed(self, image: Image) -> Markup | str:
+    def _embed_image(self, image: Image) -> Markup | str:
         try:
             jpeg = make_thumbnail(image)
         except ValueError as error:  # the file of the run is missing or damaged
@@ -54,5 +54,5 @@ class EmbeddedImages:
         self._images_left -= 1
         self._bytes_left -= len(jpeg)
         return Markup('<img src="data:image/jpeg;base64,{}" alt="{}" title="{}" style="{}"/>').format(
-            base64.b64encode(jpeg).decode(), label(image), label(image), STYLE
+            base64.b64encode(jpeg).decode(), label(image), label(image), IMAGE_STYLE
         )

@@ -14,7 +14,7 @@ def format_content(message: Message) -> str:
     return as_text(message.content, message.images, label)
 
 
-def message_lines(message: Message) -> list[tuple[str, str]]:
+def list_message_lines(message: Message) -> list[tuple[str, str]]:
     """Return a message as (speaker, text) lines: its content, with labels for images, then its tool calls."""
     content = format_content(message)
     lines = [(str(message.role), content)] if content or not message.tool_calls else []
@@ -29,13 +29,13 @@ def _format_calls(message: Message) -> list[tuple[str, str]]:
     return lines
 
 
-def conversation_lines(episode: Trajectory) -> list[tuple[str, str]]:
+def list_conversation_lines(episode: Trajectory) -> list[tuple[str, str]]:
     """Return (speaker, text) lines for all messages except the system prompt."""
-    return [line for message in _list_messages(episode) for line in message_lines(message)]
+    return [line for message in _list_messages(episode) for line in list_message_lines(message)]
 
 
-def conversation_with_images(episode: Trajectory) -> list[tuple[str, str | Message]]:
-    """Return the lines of `conversation_lines`, with messages instead of texts so that pages can show images."""
+def list_lines_with_images(episode: Trajectory) -> list[tuple[str, str | Message]]:
+    """Return the lines of `list_conversation_lines`, with messages instead of texts so that pages can show images."""
     lines: list[tuple[str, str | Message]] = []
     for message in _list_messages(episode):
         if message.content or message.images or not message.tool_calls:
@@ -51,7 +51,7 @@ def _list_messages(episode: Trajectory) -> list[Message]:
     return messages
 
 
-def reward_text(reward: Reward | None) -> str:
+def format_reward(reward: Reward | None) -> str:
     """Return the total reward as text, with the reward of each step (if any is not 0) and each part."""
     if reward is None:
         return "not scored"
@@ -62,7 +62,7 @@ def reward_text(reward: Reward | None) -> str:
     return text + "".join(f", {name} {value:g}" for name, value in reward.parts.items())
 
 
-def best_and_worst(episodes: Sequence[Trajectory]) -> dict[str, Trajectory]:
+def pick_best_and_worst(episodes: Sequence[Trajectory]) -> dict[str, Trajectory]:
     """Return the episodes with the highest and lowest reward, by label; a single one if all rewards are equal."""
     scored = [(e.reward.outcome + sum(e.reward.steps), e) for e in episodes if e.reward]
     if not scored:
@@ -72,6 +72,6 @@ def best_and_worst(episodes: Sequence[Trajectory]) -> dict[str, Trajectory]:
     return {"all alike": ranking[0][1]} if are_equal else {"best": ranking[0][1], "worst": ranking[-1][1]}
 
 
-def ending_text(episode: Trajectory) -> str:
+def format_ending(episode: Trajectory) -> str:
     error = f"; {episode.error}" if episode.error else ""
-    return f"{episode.status}, {reward_text(episode.reward)}{error}"
+    return f"{episode.status}, {format_reward(episode.reward)}{error}"

@@ -58,9 +58,9 @@ from TrainingFactory.data.disk import (
     write_atomically,
 )
 from TrainingFactory.data.trajectories import load_trajectories, save_trajectories
-from TrainingFactory.runs.notebook_view import run_html
+from TrainingFactory.runs.notebook_view import render_run
 from TrainingFactory.runs.scores import Scores
-from TrainingFactory.runs.tracking import metrics_line
+from TrainingFactory.runs.tracking import format_metrics_line
 from TrainingFactory.tools.recording import CALLS_FILE
 from TrainingFactory.types import Trajectory
 
@@ -248,15 +248,15 @@ class RunFolder:
         rows = self._read_rows(METRICS)
         return [{NEW_NAMES.get(name, name): value for name, value in row.items()} for row in rows]
 
-    def findings(self) -> list[dict[str, Any]]:
+    def read_findings(self) -> list[dict[str, Any]]:
         """Return the rows of findings.jsonl: one when a finding appeared, and one with `gone` when it disappeared."""
         return self._read_rows(FINDINGS)
 
-    def consumed_tasks(self) -> dict[int, list[str]]:
+    def read_consumed_tasks(self) -> dict[int, list[str]]:
         """Return the task ids of each step."""
         return {row["step"]: row["tasks"] for row in self._read_rows(CONSUMED)}
 
-    def ledger(self) -> list[dict[str, Any]]:
+    def read_ledger(self) -> list[dict[str, Any]]:
         """Return one row per step, with its `tasks` and the number, attempt and place of each of its `groups`."""
         return self._read_rows(CONSUMED)
 
@@ -345,7 +345,7 @@ class RunFolder:
                     "a new run"
                 )
             if size > offset:
-                requested_lines = self._requested_evaluations(offset) if file_name == EVALUATIONS else b""
+                requested_lines = self._read_eval_lines(offset) if file_name == EVALUATIONS else b""
                 os.truncate(path, offset)
                 with path.open("ab") as file:
                     file.write(requested_lines)
@@ -363,7 +363,7 @@ class RunFolder:
                 used_digests.update(digest.decode() for line in file for digest in IMAGE_DIGEST.findall(line))
         return self.images.remove_unused(used_digests)
 
-    def _requested_evaluations(self, offset: int) -> bytes:
+    def _read_eval_lines(self, offset: int) -> bytes:
         """Return the lines that `tfactory eval` wrote to evaluations.jsonl, from byte `offset`. Those of training are
         left out, because the resumed run repeats these evaluations."""
         lines = (self.path / EVALUATIONS).read_bytes()[offset:].splitlines(keepends=True)
@@ -409,8 +409,8 @@ class TrainingReport:
         """Return the report for a notebook: a table and charts by step."""
         facts = [("run", self.run), ("state", self.state), ("steps", self.steps)]
         facts += [] if self.version is None else [("registered as", self.version)]
-        facts += [("last step", metrics_text)] if (metrics_text := metrics_line(self.metrics)) else []
-        return run_html(f"Run {self.run.name}", facts, self.rows)
+        facts += [("last step", metrics_text)] if (metrics_text := format_metrics_line(self.metrics)) else []
+        return render_run(f"Run {self.run.name}", facts, self.rows)
 
 
 def check_run_name(name: str) -> None:
@@ -432,12 +432,12 @@ def list_runs(runs: str | Path = "runs") -> list[RunFolder]:
 def pick_name(config: TrainingConfig) -> str:
     """Return a name such as grpo-search-20260131-120000."""
     folder = Path(config.logging.output_dir).expanduser()
-    environment = config.environment.environment_id or "custom"
-    return find_unused_path(folder, f"{config.training.algorithm}-{shorten_name(environment)}").name
+    environment_id = config.environment.environment_id or "custom"
+    return find_unused_path(folder, f"{config.training.algorithm}-{shorten_environment(environment_id)}").name
 
 
-def shorten_name(environment: str) -> str:
-    return Path(environment).name.partition(".py")[0]
+def shorten_environment(environment_id: str) -> str:
+    return Path(environment_id).name.partition(".py")[0]
 
 
 def find_unused_path(folder: Path, stem: str, suffix: str = "") -> Path:
@@ -478,5 +478,5 @@ def _find_git_commit() -> str | None:
     return result.stdout.strip() or None if result.returncode == 0 else None
 
 
-def _parse_step(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step-"))
+def _parse_step(checkpoint_folder: Path) -> int:
+    return int(checkpoint_folder.name.removeprefix("step-"))

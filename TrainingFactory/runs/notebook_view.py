@@ -13,8 +13,8 @@ from markupsafe import Markup, escape
 from TrainingFactory.common.charts import COLOURS, Chart, Curve
 from TrainingFactory.common.texts import escape_control
 from TrainingFactory.runs.embedded_images import EmbeddedImages
-from TrainingFactory.runs.episode_texts import conversation_with_images, ending_text
-from TrainingFactory.runs.tracking import PlainLines, Watcher, metrics_line
+from TrainingFactory.runs.episode_texts import format_ending, list_lines_with_images
+from TrainingFactory.runs.tracking import PlainLines, Watcher, format_metrics_line
 from TrainingFactory.types import Trajectory
 
 Rows = Sequence[Mapping[str, float]]
@@ -58,7 +58,7 @@ class NotebookHtml:
         return self._html
 
 
-def table_html(rows: Sequence[Sequence[object]], headers: Sequence[str] = ()) -> Markup:
+def render_table(rows: Sequence[Sequence[object]], headers: Sequence[str] = ()) -> Markup:
     """Return rows as an HTML table; the first cell of each row is the row's header."""
     header_html = "".join(f'<th style="{CELL_STYLE}">{_escape(row_header)}</th>' for row_header in headers)
     body_html = ""
@@ -73,11 +73,11 @@ def _escape(value: object) -> str:
     return str(value) if isinstance(value, Markup) else str(escape(escape_control(str(value))))
 
 
-def run_html(title: str, facts: Sequence[tuple[str, object]], rows: Rows, notes: Sequence[str] = ()) -> str:
+def render_run(title: str, facts: Sequence[tuple[str, object]], rows: Rows, notes: Sequence[str] = ()) -> str:
     """Return a run as HTML: its facts as a table, notes, and its most important metrics as charts by step."""
     charts_html = "".join(f"<div>{chart.svg()}{_render_legend(chart)}</div>" for chart in make_charts(rows))
     grid_html = f'<div style="{GRID_STYLE}">{charts_html}</div>' if charts_html else ""
-    facts_html = table_html(facts) if facts else ""
+    facts_html = render_table(facts) if facts else ""
     notes_html = "".join(f'<div style="overflow-wrap:anywhere">{_escape(note)}</div>' for note in notes)
     return f"<div><strong>{_escape(title)}</strong>{facts_html}{notes_html}{grid_html}</div>"
 
@@ -112,13 +112,13 @@ def episodes_table(episodes: Sequence[Trajectory], limit: int = MAX_EPISODES) ->
     for episode in episodes[:limit]:
         lines = [
             f"<div><em>{_escape(speaker)}</em> {images.render(content)}</div>"
-            for speaker, content in conversation_with_images(episode)
+            for speaker, content in list_lines_with_images(episode)
         ]
-        rows.append((episode.task.id, episode.member, ending_text(episode), Markup("".join(lines))))
+        rows.append((episode.task.id, episode.member, format_ending(episode), Markup("".join(lines))))
     num_hidden = len(episodes) - len(rows)
     footer = f"<div>{num_hidden} more episodes are not shown</div>" if num_hidden > 0 else ""
     footer += f"<div>{_escape(images.note)}</div>" if images.note else ""
-    html = table_html(rows, ("task", "member", "ending", "conversation")) + footer
+    html = render_table(rows, ("task", "member", "ending", "conversation")) + footer
     return NotebookHtml(str(html), f"{len(episodes)} episodes")
 
 
@@ -139,7 +139,7 @@ class NotebookWatcher:
 
     def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
         self._rows.append({"step": float(step), **metrics})
-        self._progress = f"step {step} of {total}: {metrics_line(metrics)}"
+        self._progress = f"step {step} of {total}: {format_metrics_line(metrics)}"
         if step == total or time.monotonic() - self._drawn_at >= REDRAW_SECONDS:
             self._draw_charts()
 
@@ -147,8 +147,8 @@ class NotebookWatcher:
         self._notes.append(text)
         self._draw_charts()
 
-    def html(self) -> str:
-        return run_html(self._progress or self._phase or "starting", [], self._rows, self._notes)
+    def render_html(self) -> str:
+        return render_run(self._progress or self._phase or "starting", [], self._rows, self._notes)
 
     def _draw_charts(self) -> None:
         from IPython.core.display import HTML  # pyright: ignore[reportMissingImports]
@@ -156,9 +156,9 @@ class NotebookWatcher:
 
         self._drawn_at = time.monotonic()
         if self._display_handle is None:
-            self._display_handle = display(HTML(self.html()), display_id=True)
+            self._display_handle = display(HTML(self.render_html()), display_id=True)
         else:
-            self._display_handle.update(HTML(self.html()))
+            self._display_handle.update(HTML(self.render_html()))
 
 
 def is_notebook() -> bool:
@@ -168,5 +168,5 @@ def is_notebook() -> bool:
     return type(shell).__name__ == "ZMQInteractiveShell"
 
 
-def default_watcher() -> Watcher:
+def make_default_watcher() -> Watcher:
     return NotebookWatcher() if is_notebook() else PlainLines()

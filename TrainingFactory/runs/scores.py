@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 # metric -> 1 if higher is better, -1 if lower is better; a run is scored by the first of these that it reports
-MEASURES = {"eval/success": 1, "eval/accuracy": 1, "eval/loss": -1}
+MEASURE_SIGNS = {"eval/success": 1, "eval/accuracy": 1, "eval/loss": -1}
 
 
 @dataclass(slots=True)
@@ -30,14 +30,14 @@ class Scores:
     def add_row(self, row: Mapping[str, Any]) -> None:
         """Add the metrics of a step; ignore steps without an evaluation."""
         if self.measure is None:
-            self.measure = next((name for name in MEASURES if name in row), None)
+            self.measure = next((name for name in MEASURE_SIGNS if name in row), None)
         if self.measure is not None and self.measure in row:
             self.points.append((row["step"], row[self.measure]))
 
     @property
     def best(self) -> tuple[int, float] | None:
         """Return (step, value) of the best evaluation; of equally good ones, the first."""
-        sign = MEASURES.get(self.measure or "", 1)
+        sign = MEASURE_SIGNS.get(self.measure or "", 1)
         return max(self.points, key=lambda point: sign * point[1], default=None)
 
     def stop_reason(self) -> str | None:
@@ -46,7 +46,7 @@ class Scores:
             return None
         step, value = self.best
         if (target_score := self.stop_when.get("target")) is not None:
-            if MEASURES[self.measure or ""] < 0:
+            if MEASURE_SIGNS[self.measure or ""] < 0:
                 raise ValueError(
                     "training.stop_when.target is a success rate or an accuracy, but this run reports only "
                     f"{self.measure}. Use training.stop_when.patience instead"

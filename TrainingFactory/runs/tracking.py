@@ -28,7 +28,7 @@ class PlainLines:
     def episode(self, trajectory: Trajectory) -> None: ...
 
     def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
-        self.say(f"step {step}/{total}  {metrics_line(metrics)}")
+        self.say(f"step {step}/{total}  {format_metrics_line(metrics)}")
 
     def say(self, text: str) -> None:
         print(escape_control(text), file=sys.stderr, flush=True)
@@ -42,7 +42,7 @@ METRIC_FORMATS = {
 }  # fmt: skip
 
 
-def metrics_line(metrics: dict[str, float]) -> str:
+def format_metrics_line(metrics: dict[str, float]) -> str:
     fields = [template.format(metrics[name]) for name, template in METRIC_FORMATS.items() if name in metrics]
     if "episodes/unscored" in metrics and "reward" not in metrics:
         fields.insert(0, "no episode could be scored")

@@ -136,7 +136,7 @@ async def make_loop(training: PreparedRun, exit_stack: AsyncExitStack) -> Traini
         num_steps=num_steps,
         policy=policy,
         sampler=None if setup is None else setup.sampler,
-        sampler_metrics=_get_sampler_metrics(setup),
+        get_sampler_metrics=_get_sampler_metrics(setup),
         source=source,
         algorithm=algorithm,
         order=order,

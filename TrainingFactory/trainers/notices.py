@@ -15,15 +15,17 @@ from TrainingFactory.rewards.rules.tool_verified import make_rule_or_verifier
 ASYNC_KEYS = ("async_rollout", "max_staleness", "async_order")
 
 
-def notices(config: TrainingConfig, *, has_reward: bool = False) -> list[str]:
+def list_notices(config: TrainingConfig, *, has_reward: bool = False) -> list[str]:
     """Return one line for each option that is not implemented, or not supported by this reward. `has_reward`: the
     caller's reward replaces the config's."""
     return [*list_unimplemented(config), *_list_process_notices(config, has_reward)]
 
 
-def unused_options(config: TrainingConfig, *, has_episodes: bool = False, heldout: bool = False) -> list[str]:
+def list_unused_options(
+    config: TrainingConfig, *, has_episodes: bool = False, has_heldout: bool = False
+) -> list[str]:
     """Return one line for each group of options that the config sets and training ignores. `has_episodes`: the caller
-    passes an environment. `heldout`: the caller passes held-out rows."""
+    passes an environment. `has_heldout`: the caller passes held-out rows."""
     training, name = config.training, config.training.algorithm
     kind = KINDS[name]
     lines = [
@@ -73,7 +75,7 @@ def unused_options(config: TrainingConfig, *, has_episodes: bool = False, heldou
         lines.append((offload_keys, "only used with several learners (compute.learners)"))
     if training.eval_every is None:
         heldout_keys = [key for key in changed_keys(config, "data") if key.startswith("data.heldout")]
-        heldout_keys += ["heldout"] if heldout else []
+        heldout_keys += ["heldout"] if has_heldout else []
         lines.append((heldout_keys, "nothing is evaluated without training.eval_every"))
     if config.model.adapter is not None:
         shape_keys = [key for key in changed_keys(config, "lora") if key != "lora.enabled"]

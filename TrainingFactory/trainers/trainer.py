@@ -20,7 +20,7 @@ from TrainingFactory.resolve.factories import resolve_ids
 from TrainingFactory.resolve.siblings import get_rows
 from TrainingFactory.rewards.adapt import as_reward
 from TrainingFactory.runs.folder import RunFolder, TrainingReport
-from TrainingFactory.runs.notebook_view import default_watcher, run_html
+from TrainingFactory.runs.notebook_view import make_default_watcher, render_run
 from TrainingFactory.runs.tracking import Watcher
 from TrainingFactory.tools.adapt import as_tool
 from TrainingFactory.tools.cache.cache import ToolCache
@@ -33,7 +33,7 @@ from TrainingFactory.trainers.inputs import (
     ToolsLike,
 )
 from TrainingFactory.trainers.keywords import group_by_section, merge_into_section, with_options
-from TrainingFactory.trainers.notices import notices, unused_options
+from TrainingFactory.trainers.notices import list_notices, list_unused_options
 from TrainingFactory.trainers.training_run import Training
 from TrainingFactory.trainers.trl_keywords import TRLTranslation
 from TrainingFactory.training.dataset import UserObjects, read_objects
@@ -102,7 +102,7 @@ class Trainer:
         self._tasks, self._dataset, self._heldout = map(_as_rows, (tasks, dataset, heldout))
         self._name, self._resume, self._replay = name, resume, replay
         self._watcher = watcher
-        self._run: Path | None = None
+        self._run_folder: Path | None = None
         self._use_config(with_options(config, config_keys))
 
     def train(self, config: TrainingConfig | Mapping[str, Any] | None = None) -> TrainingReport:
@@ -110,24 +110,24 @@ class Trainer:
         notebook and inside a running event loop."""
         self._override_config(config)
         report = serve_rank(self.config) or self._make_training().train()
-        self._run = report.run
+        self._run_folder = report.run
         return report
 
     async def train_async(self, config: TrainingConfig | Mapping[str, Any] | None = None) -> TrainingReport:
         """Train on the running event loop, for tools and rewards that belong to it."""
         self._override_config(config)
         report = serve_rank(self.config) or await self._make_training().train_async()
-        self._run = report.run
+        self._run_folder = report.run
         return report
 
     def save_model(self, path: str | Path | None = None, *, merge: bool = False) -> ExportedModel:
         """Export the last checkpoint into a folder that other programs load: `path`, or `model` in the run folder.
         `merge` merges an adapter into its base model."""
-        if self._run is None:
+        if self._run_folder is None:
             raise ValueError(
                 "there is no model to save yet: call train() first (tfactory export writes the model of an earlier run)"
             )
-        return export(str(self._run), path if path is not None else self._run / "model", merge)
+        return export(str(self._run_folder), path if path is not None else self._run_folder / "model", merge)
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{name}={value!r}" for name, value in self._list_settings())
@@ -135,8 +135,8 @@ class Trainer:
 
     def _repr_html_(self) -> str:
         """Return the trainer for a notebook: a table of what it trains, and charts of its run."""
-        rows = RunFolder(self._run).metrics() if self._run is not None else []
-        return run_html(type(self).__name__, self._list_settings(), rows)
+        rows = RunFolder(self._run_folder).metrics() if self._run_folder is not None else []
+        return render_run(type(self).__name__, self._list_settings(), rows)
 
     def _list_settings(self) -> list[tuple[str, str]]:
         """Return the main settings as (name, value as text)."""
@@ -152,7 +152,7 @@ class Trainer:
             "tasks": pluralize(len(objects.tasks), "task") if objects.tasks else config.data.tasks,
             "dataset": pluralize(len(objects.examples), "row") if objects.examples else config.data.dataset,
             "steps": config.training.max_steps,
-            "run": self._run,
+            "run": self._run_folder,
         }
         return [(name, str(value)) for name, value in settings.items() if value]
 
@@ -162,7 +162,7 @@ class Trainer:
 
     def _make_training(self) -> Training:
         """Return the run that `train()` executes: a new one, or with `resume` the existing run of that name."""
-        watcher = self._watcher or default_watcher()
+        watcher = self._watcher or make_default_watcher()
         for notice in self.notices:
             watcher.say(f"note: {notice}")
         run, config = None, self.config
@@ -211,8 +211,8 @@ class Trainer:
         has_environment = objects.environment is not None or bool(objects.tools)
         self.notices = [
             *self._notes,
-            *notices(config, has_reward=has_reward),
-            *unused_options(config, has_episodes=has_environment, heldout=self._heldout is not None),
+            *list_notices(config, has_reward=has_reward),
+            *list_unused_options(config, has_episodes=has_environment, has_heldout=self._heldout is not None),
         ]
         runs_in_process = has_reward and move_to_workers(objects.reward, config) is objects.reward
         if config.optimization.distributed_reward and runs_in_process:

@@ -22,7 +22,7 @@ from TrainingFactory.promotion.model_registry import ModelRegistry
 from TrainingFactory.protocols import EnvironmentFactory
 from TrainingFactory.resolve import factories
 from TrainingFactory.runs.folder import NOTES_KEY, RunFolder, TrainingReport, pick_name
-from TrainingFactory.runs.notebook_view import default_watcher
+from TrainingFactory.runs.notebook_view import make_default_watcher
 from TrainingFactory.runs.tracking import Watcher
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.trainers.loop_setup import PreparedRun, count_steps, make_loop, make_order
@@ -49,7 +49,7 @@ class Training(PreparedRun):
         watcher: Watcher | None = None,
         replay: str | Path | None = None,
     ) -> None:
-        self.watcher = watcher or default_watcher()
+        self.watcher = watcher or make_default_watcher()
         self.interrupts = Interrupts(self.watcher.say)
         self.resuming = run is not None
         if run is not None:
@@ -77,7 +77,7 @@ class Training(PreparedRun):
                 run_info = describe_start(
                     self.written_config, objects or UserObjects(), self.tools, self.data
                 )
-                run = self.new_run(name or pick_name(self.config), run_info | {NOTES_KEY: resolved.notes})
+                run = self.create_run(name or pick_name(self.config), run_info | {NOTES_KEY: resolved.notes})
             else:
                 self._check_unchanged(run)
             self.run = run
@@ -111,7 +111,7 @@ class Training(PreparedRun):
                 f"note: {file} has changed since run {run.name} was started; the run continues with the new version"
             )
 
-    def new_run(self, name: str, run_info: dict[str, Any]) -> RunFolder:
+    def create_run(self, name: str, run_info: dict[str, Any]) -> RunFolder:
         """Create the run folder. A dry run overrides this to use another place."""
         chat_template = check_chat_template(self.config)
         return RunFolder.create(self.written_config, name, run_info, self.num_steps, chat_template)

@@ -80,7 +80,7 @@ IGNORED_PREFIXES = (
     "remove_unused", "pad_to", "do_", "tf32", "dataset_num_proc", "overwrite_", "save_safetensors", "save_only",
     "gradient_checkpointing_kwargs",
 )  # fmt: skip
-REMEDIES = {
+TRL_REMEDIES = {
     "callbacks": "give an object with the methods phase, step, episode and say: watcher=",
     "optimizers": "set training.optimizer and training.schedule",
     "rollout_func": "write an environment: environment=",
@@ -148,7 +148,7 @@ class TRLTranslation:
         """Return whether a keyword has TRL's meaning."""
         if name in ("scale_rewards", "beta"):
             return isinstance(value, str) if name == "scale_rewards" else self.algorithm == "grpo"
-        return name in {*TRL_NAMES, *REMEDIES, *IGNORED_OPTIONS, "per_device_train_batch_size"}
+        return name in {*TRL_NAMES, *TRL_REMEDIES, *IGNORED_OPTIONS, "per_device_train_batch_size"}
 
     def _translate_objects(self) -> None:
         """Translate TRL's arguments for data, rewards and adapters into the trainer's parameters and config keys."""
@@ -228,7 +228,7 @@ class TRLTranslation:
             options[name] = value  # the same name here
         else:
             hint = f"only {', '.join(map(str, VALUE_MAP[name][1]))}" if name in VALUE_MAP else "leave it out"
-            return f"  {name}={show_value(name, value)}: {REMEDIES.get(name, hint)}"
+            return f"  {name}={show_value(name, value)}: {TRL_REMEDIES.get(name, hint)}"
         return None
 
 

@@ -95,7 +95,7 @@ class AsyncSource(SampledSource):
 
     def _make_group_name(self, slot: GroupSlot) -> str:
         """Return a unique name of the group, from which its seeds and the keys of its recorded calls are derived."""
-        name = self._tasks[self._order.task_index(slot.position)].id
+        name = self._tasks[self._order.get_task_index(slot.position)].id
         name += f"#{slot.number}" if self._has_duplicate_ids else ""
         return f"{name}@{slot.attempt}" if slot.attempt else name
 

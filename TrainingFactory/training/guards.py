@@ -17,7 +17,7 @@ class GuardAction:
     """Action for a step: save a checkpoint of the steps before it, warn, stop the run, or pause for a number of
     seconds."""
 
-    saves: bool = False
+    saves_checkpoint: bool = False
     warning: str | None = None
     stop_reason: str | None = None
     pause_seconds: float = 0.0
@@ -52,7 +52,7 @@ class Guards:
                 if batch.is_sampled
                 else None
             )
-            return GuardAction(saves=stop is not None, stop_reason=stop)
+            return GuardAction(saves_checkpoint=stop is not None, stop_reason=stop)
         self.unusable_steps += 1
         has_tool_failures = any(trajectory.status == "tool_failure" for trajectory in batch.trajectories)
         stop, pause = None, 0.0
@@ -83,7 +83,7 @@ class Guards:
         if self._mismatched_steps < MAX_UNUSABLE_STEPS or is_last:
             return GuardAction(warning=problem)
         reason = f"Stopped after {self._mismatched_steps} steps in which {problem}"
-        return GuardAction(saves=True, stop_reason=reason)
+        return GuardAction(saves_checkpoint=True, stop_reason=reason)
 
     def _check_state_names(self, batch: StepGroups) -> str | None:
         """Return the reason to stop the run if turns are compared by state, but no turn of the step has the name of a

@@ -34,7 +34,7 @@ class Interrupts:
         self._sampling_future: asyncio.Future[Any] | None = None  # the awaitable of `interruptible`
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
+    def watch_signals(self) -> Iterator[None]:
         """Handle Ctrl-C and SIGTERM while the block runs."""
         self._run_task = asyncio.current_task()
         try:
@@ -114,7 +114,7 @@ class Interrupts:
         """Sleep for `seconds`, unless a stop is requested."""
         await self.interruptible(asyncio.sleep(seconds))
 
-    async def until_requested(self, stream: AsyncIterator[T]) -> AsyncIterator[T]:
+    async def iterate_until_stop(self, stream: AsyncIterator[T]) -> AsyncIterator[T]:
         """Yield the stream's items. A stop request may cancel the wait for an item at any moment."""
         while True:
             try:

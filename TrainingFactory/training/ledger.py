@@ -95,7 +95,7 @@ class Ledger:
             size, ranges = state["batch_size"], state["consumed"]
         else:  # written by an early version: `consumed` counts groups, all trained in order
             [[_, num_groups]] = state.get("consumed", [[0, step * order.batch_size]])
-            size, ranges = num_groups / step, [[0, state.get("taken", order.start_position(step))]]
+            size, ranges = num_groups / step, [[0, state.get("taken", order.get_start_position(step))]]
         if size != order.batch_size:
             text = f"has trained {size * step:g} groups in {step} steps: training.batch_size cannot change"
             raise ValueError(text)
@@ -111,9 +111,9 @@ class Ledger:
         return self.next_position - 1
 
 
-def wrong_in_ledger(rows: Iterable[dict[str, Any]], finished: bool = True) -> list[str]:
+def find_ledger_errors(rows: Iterable[dict[str, Any]], is_finished: bool = True) -> list[str]:
     """Return the errors in the rows of consumed.jsonl: steps, groups and places that were trained twice and, if the run
-    is `finished`, places that were never trained."""
+    `is_finished`, places that were never trained."""
     steps, places, problems = Counter[int](), Counter[int](), list[str]()
     group_steps: dict[int, int] = {}
     for row in rows:
@@ -128,7 +128,7 @@ def wrong_in_ledger(rows: Iterable[dict[str, Any]], finished: bool = True) -> li
         problems += [f"{label} {value} {count} times" for value, count in sorted(counts.items()) if count > 1]
     if list(steps) != list(range(1, len(steps) + 1)):
         problems.append(f"the steps are {list(steps)}")
-    if finished:
+    if is_finished:
         untrained = sorted(set(range(max(places, default=-1))) - set(places))
         problems += [f"place {position} was never trained" for position in untrained]
     return problems

@@ -13,7 +13,7 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.protocols import Algorithm, Policy, Sampler, Tracker
 from TrainingFactory.rollout import RolloutEngine
 from TrainingFactory.rollout.metrics import compute_evaluation_metrics
-from TrainingFactory.runs.devices import device_failure
+from TrainingFactory.runs.devices import describe_device_failure
 from TrainingFactory.runs.findings import RunDoctor
 from TrainingFactory.runs.folder import (
     CONSUMED,
@@ -79,7 +79,7 @@ class TrainingLoop:
     num_steps: int  # steps
     policy: Policy
     sampler: Sampler | None  # None: nothing is sampled
-    sampler_metrics: Callable[[], dict[str, float]]  # metrics of the sampler
+    get_sampler_metrics: Callable[[], dict[str, float]]  # metrics of the sampler
     source: Source
     algorithm: Algorithm  # this process's own, for credit assignment; the policy has another instance
     order: TaskOrder
@@ -104,7 +104,7 @@ class TrainingLoop:
         self._warn(self.stop_forecast.make_warning())
         self.system_monitor.start()
         try:
-            with self.interrupts.watching():
+            with self.interrupts.watch_signals():
                 state, reason = await self._run_steps()
             return await self._finish_run(state, reason)
         except asyncio.CancelledError:
@@ -123,7 +123,7 @@ class TrainingLoop:
     def _explain_failure(self, error: Exception) -> Exception:
         """Return an error with instructions for resuming the run, if it can resume after `error`; else `error`
         itself."""
-        if (problem := device_failure(error)) is not None:
+        if (problem := describe_device_failure(error)) is not None:
             progress_text = f"In phase {self.phase}, after {self.progress.steps} of {self.num_steps} steps"
             resume_hint = (
                 "The run can also resume on another machine that has its folder and the files of its config"
@@ -163,7 +163,7 @@ class TrainingLoop:
             stream.end()
         self._begin_phase("generate")
         first_step = self.progress.steps  # not measured: its update may compile kernels
-        async for batch in self.interrupts.until_requested(stream):
+        async for batch in self.interrupts.iterate_until_stop(stream):
             is_last = batch.step + 1 == self.num_steps
             await self._act_on_guard(batch.step, self.guards.check(batch, is_last))
             self._begin_phase("update")
@@ -213,7 +213,7 @@ class TrainingLoop:
 
     async def _act_on_guard(self, step: int, action: GuardAction) -> None:
         """Carry out the action of a guard: save, warn, stop the run, or pause."""
-        if action.saves:
+        if action.saves_checkpoint:
             await self._save_checkpoint()
         if action.warning is not None:
             self.watcher.say(f"WARNING step {step + 1}: {action.warning}")
@@ -224,7 +224,7 @@ class TrainingLoop:
 
     async def _record_step(self, batch: StepGroups, update: dict[str, float], update_seconds: float) -> None:
         step_seconds = batch.seconds + update_seconds
-        metrics = batch.metrics | self.tools.metrics(batch.has_recorded) | update | self.sampler_metrics()
+        metrics = batch.metrics | self.tools.metrics(batch.has_recorded) | update | self.get_sampler_metrics()
         metrics |= {
             "seconds/step": step_seconds,
             "seconds/generate": batch.seconds,

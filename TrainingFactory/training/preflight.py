@@ -168,7 +168,7 @@ def _find_fork_budget_problems(
 
 
 def check_steps(config: TrainingConfig, steps: int) -> None:
-    """Raise ValueError if a run of `total` steps would never update the policy."""
+    """Raise ValueError if a run of `steps` steps would never update the policy."""
     if config.training.algorithm == "ppo" and config.ppo.critic_warmup >= steps:
         span = f"training.max_steps={steps}" if config.training.max_steps else f"{steps} steps in all epochs"
         raise ValueError(

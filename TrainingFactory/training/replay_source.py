@@ -34,7 +34,7 @@ class RecordedSource:
                 f"Cannot replay run {run.name}: it was sampled with optimization.async_rollout and has no recorded "
                 "episodes (logging.save_trajectories=false)"
             )
-        self._rows = run.ledger()
+        self._rows = run.read_ledger()
         self.steps = len(self._rows)
         self._groups = self._read_groups()
         num_skipped = sum(len(row["groups"]) for row in self._rows[:first_step])

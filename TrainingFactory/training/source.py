@@ -145,7 +145,7 @@ class SampledSource:
     ) -> list[Group]:
         """Play a group for each position in the task order, and number the groups. At the end of an epoch, there are
         fewer positions than numbers."""
-        tasks = [self._tasks[self._order.task_index(position)] for position in positions]
+        tasks = [self._tasks[self._order.get_task_index(position)] for position in positions]
         groups = await self._rollouts.rollout_batch(tasks, self._sampler, self._group_size, step, names=names)
         adjusted_groups = [self._algorithm.adjusted(group) for group in groups]
         slots = [
@@ -215,7 +215,7 @@ class ExpertSource:
 
     async def take(self, step: int) -> StepGroups:
         start_time = time.perf_counter()
-        tasks = [self._tasks[number] for number in self._order.batch(step)]
+        tasks = [self._tasks[number] for number in self._order.take_batch(step)]
         episodes = await asyncio.gather(*(self._play_expert(task, step) for task in tasks))
         groups = number_groups(step, self._order, [[episode] for episode in episodes], self._algorithm)
         return make_demonstration_step(step, groups, time.perf_counter() - start_time)
@@ -248,7 +248,7 @@ class DatasetSource:
     async def close(self) -> None: ...
 
     def _make_groups(self, step: int) -> list[Group]:
-        indices = self._order.batch(step)
+        indices = self._order.take_batch(step)
         trajectories = [self._dataset.group(index) for index in indices]
         groups = number_groups(step, self._order, trajectories, self._algorithm)
         for index, group in zip(indices, groups, strict=True):
@@ -260,7 +260,7 @@ def number_groups(
     step: int, order: TaskOrder, groups: Sequence[list[Trajectory]], algorithm: Algorithm
 ) -> list[Group]:
     """Return a group for each list of trajectories, with its number, training rows and position in the task order."""
-    number, position = step * order.batch_size, order.start_position(step)
+    number, position = step * order.batch_size, order.get_start_position(step)
     return [
         Group(number + i, group, algorithm.samples(group), 0, position + i) for i, group in enumerate(groups)
     ]

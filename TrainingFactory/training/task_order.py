@@ -14,13 +14,13 @@ class TaskOrder:
         self.steps_per_epoch = -(-size // batch_size)
         self._epoch, self._indices = -1, list[int]()
 
-    def start_position(self, step: int) -> int:
+    def get_start_position(self, step: int) -> int:
         """Return how many indices are taken before a step, if every step takes one batch."""
         epoch, position = divmod(step, self.steps_per_epoch)
         return epoch * self.size + position * self.batch_size
 
-    def batch(self, step: int) -> list[int]:
-        return self.take(self.start_position(step), self.batch_size)
+    def take_batch(self, step: int) -> list[int]:
+        return self.take(self.get_start_position(step), self.batch_size)
 
     def take(self, first_position: int, num_indices: int) -> list[int]:
         """Return `num_indices` indices from `first_position` of the order on, or fewer at the end of an epoch."""
@@ -32,6 +32,6 @@ class TaskOrder:
             self._indices, self._epoch = sorted(range(self.size), key=lambda index: seeds[index]), epoch
         return self._indices[position : position + num_indices]
 
-    def task_index(self, position: int) -> int:
+    def get_task_index(self, position: int) -> int:
         """Return the index at a position of the order."""
         return self.take(position, 1)[0]

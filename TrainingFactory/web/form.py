@@ -27,7 +27,7 @@ from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.resolve.factories import resolve_ids
 from TrainingFactory.resolve.model_names import with_resolved_model
 from TrainingFactory.runs.folder import SECRET_IN_CONFIG, list_runs
-from TrainingFactory.trainers.notices import notices, unused_options
+from TrainingFactory.trainers.notices import list_notices, list_unused_options
 from TrainingFactory.training.dataset import make_tasks
 from TrainingFactory.training.preflight import check_options
 
@@ -185,7 +185,7 @@ def check_draft(draft: Draft, runs: Path) -> DraftCheck:
         return DraftCheck(
             options=draft.options, yaml=draft.yaml or "", problems=config_problems(error), notices=[]
         )
-    notes, output_folder = [*notices(config), *unused_options(config)], config.logging.output_dir
+    notes, output_folder = [*list_notices(config), *list_unused_options(config)], config.logging.output_dir
     if "output_dir" in config.logging.model_fields_set and Path(output_folder).resolve() != runs.resolve():
         notes.append(f"logging.output_dir: runs started here are saved to {runs}, not to {output_folder}")
     problems = start_problems(with_runs_folder(config, runs))

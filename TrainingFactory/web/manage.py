@@ -20,7 +20,7 @@ from TrainingFactory.apps.views.registry import runs_option
 from TrainingFactory.common.http.api import ApiError
 from TrainingFactory.common.http.site import Site
 from TrainingFactory.data.disk import open_regular_file
-from TrainingFactory.runs.annotations import annotate, read_annotations
+from TrainingFactory.runs.annotations import annotate_run, read_annotations
 from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.web import processes
 
@@ -132,7 +132,7 @@ class ManageRoutes:
         """Archive a run, or replace its tags or its note."""
         run = self._find_run(name)
         removed_tags = [] if request.tags is None else read_annotations(run).tags.keys() - request.tags.keys()
-        annotate(
+        annotate_run(
             run, archived=request.archived, tags=request.tags, removed_tags=removed_tags, note=request.note
         )
         return ManagedRun(name=name, command=f"tfactory runs show {run.display_path}")

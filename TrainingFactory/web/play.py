@@ -26,7 +26,7 @@ from TrainingFactory.data.examples import Form, load_examples
 from TrainingFactory.models.names import BUILTIN
 from TrainingFactory.registry.catalogue import Catalogue, registry_path
 from TrainingFactory.runs.folder import RunFolder
-from TrainingFactory.training.dataset import argument_problem
+from TrainingFactory.training.dataset import find_call_problem
 from TrainingFactory.web.pool import Pool
 
 FORM_BY_KIND: dict[str, Form] = {"demonstration": "sft", "preference": "dpo", "verdict": "kto"}
@@ -147,7 +147,7 @@ class PlayRoutes:
         rows_by_form = {"sft": {"messages": messages}, "kto": {"messages": messages, "label": request.good}}
         row = rows_by_form.get(form, {"chosen": messages, "rejected": request.other})
         row |= {"tools": tools} if tools else {}
-        load_examples([row], form, check_call=argument_problem)  # raises if training could not use the row
+        load_examples([row], form, check_call=find_call_problem)  # raises if training could not use the row
         path = self._runs.folder / "datasets" / f"{request.dataset}.{form}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         with self._lock, path.open("a+", encoding="utf-8", newline="\n") as file:

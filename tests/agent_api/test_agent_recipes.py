@@ -17,7 +17,7 @@ import pytest
 from tests.kits.cli import Run
 from tests.kits.proxy import PROGRAM, Talker, line, play_program
 from TrainingFactory.agent_api.agent_program import AgentProgram
-from TrainingFactory.agent_api.agents import AGENTS
+from TrainingFactory.agent_api.agents import AGENT_RECIPES
 from TrainingFactory.assembly.rewards import make_reward
 from TrainingFactory.assembly.sampler import make_rollouts
 from TrainingFactory.config import load_config
@@ -142,7 +142,7 @@ def test_a_program_finds_the_endpoint_of_every_dialect(tmp_path: Path) -> None:
 
 
 def test_a_recipe_sets_the_command_and_keeps_the_config(tmp_path: Path) -> None:
-    recipe = AGENTS["codex"].options()
+    recipe = AGENT_RECIPES["codex"].list_options()
     options = [key_value(key, value) for key, value in recipe.items()]
     config = load_config(None, [*options, "environment.options.verify=pytest -q"])
     assert config.environment.command == recipe["environment.command"]
@@ -179,13 +179,13 @@ class LongTalker(Talker):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("agent", AGENTS)
+@pytest.mark.parametrize("agent", AGENT_RECIPES)
 def test_the_agents_of_others_play_an_episode_token_for_token(
     tmp_path: Path, agent: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     places = [str(AGENT_FOLDER / "bin"), str(AGENT_FOLDER / "node_modules" / ".bin"), os.environ["PATH"]]
     monkeypatch.setenv("PATH", os.pathsep.join(places))
-    recipe = AGENTS[agent]
+    recipe = AGENT_RECIPES[agent]
     if shutil.which(recipe.program) is None:
         pytest.skip(f"{agent} is not installed: make agents")
     script = [Message("assistant", "I run it.", [call]) for call in CALLS[agent]]

@@ -18,7 +18,12 @@ from tests.kits.pictures import GREEN, RED, picture
 from tests.kits.serve import live
 from TrainingFactory.agent_api.conversations import _starts_with
 from TrainingFactory.agent_api.dialects.base import Dialect
-from TrainingFactory.agent_api.dialects.routes import CHAT, GEMINI, MESSAGES, RESPONSES
+from TrainingFactory.agent_api.dialects.routes import (
+    CHAT_DIALECT,
+    GEMINI_DIALECT,
+    MESSAGES_DIALECT,
+    RESPONSES_DIALECT,
+)
 from TrainingFactory.agent_api.turns.requests import check_body_size
 from TrainingFactory.apps.serving.server import make_server
 from TrainingFactory.common.endpoints.messages import ModelReply, ModelRequest
@@ -44,7 +49,12 @@ from TrainingFactory.types import (
 ROOT = Path(__file__).resolve().parents[2]
 SDKS = ROOT / ".servers" / "sdks"
 BODIES: dict[str, Any] = json.loads((ROOT / "tests/fixtures/sdk_requests/images.json").read_text())
-DIALECTS: dict[str, Dialect] = {"chat": CHAT, "messages": MESSAGES, "responses": RESPONSES, "gemini": GEMINI}
+DIALECTS: dict[str, Dialect] = {
+    "chat": CHAT_DIALECT,
+    "messages": MESSAGES_DIALECT,
+    "responses": RESPONSES_DIALECT,
+    "gemini": GEMINI_DIALECT,
+}
 A, B = picture(RED, (2, 1)), picture(GREEN, (2, 1))
 
 

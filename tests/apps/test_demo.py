@@ -52,7 +52,7 @@ def test_it_is_two_ordinary_runs(folder: Path) -> None:
     assert [warm.status.step, trained.status.step] == [3, 3]
     assert warm.config.training.algorithm == "sft" and trained.config.training.algorithm == "grpo"
     # the warm start takes its lessons in their order
-    taken = [name for step in warm.consumed_tasks().values() for name in step]
+    taken = [name for step in warm.read_consumed_tasks().values() for name in step]
     assert taken == [f"out-demonstrations-{number}" for number in range(1, 13)]
 
 

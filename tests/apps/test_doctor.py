@@ -30,7 +30,7 @@ from TrainingFactory.assembly.sampler import load, make_chat
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.models import chat_format, load_model
 from TrainingFactory.models.tiny import template
-from TrainingFactory.runs.diagnosis import REMEDIES, Diagnosis
+from TrainingFactory.runs.diagnosis import FINDING_REMEDIES, Diagnosis
 from TrainingFactory.runs.tracking import PlainLines
 from TrainingFactory.training.source import StepGroups
 from TrainingFactory.types import (
@@ -161,7 +161,9 @@ def test_memory_is_what_the_parts_take(tiny: Any) -> None:
     assert not found.findings
     check_memory(found, config, {"weights": 1e18, "cache": 1.0}, torch.device("cpu"))
     assert names(found) == {"memory": "error"} and "largest part: weights" in found.findings[0].sentence
-    assert found.findings[0].remedy == REMEDIES["memory"]  # weights of which all are trained stay as they are
+    assert (
+        found.findings[0].remedy == FINDING_REMEDIES["memory"]
+    )  # weights of which all are trained stay as they are
 
 
 def test_a_cache_that_the_memory_limits_is_reported() -> None:
@@ -302,9 +304,9 @@ def test_mistakes_are_told_all_at_once(tfactory: Run, tmp_path: Path) -> None:
 
 def test_every_finding_is_in_the_docs_and_tried_here() -> None:
     page = (Path(__file__).parents[2] / "docs" / "DOCTOR.md").read_text(encoding="utf-8")
-    assert REMEDIES.keys() <= {*re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)}
+    assert FINDING_REMEDIES.keys() <= {*re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)}
     provoked = Path(__file__).read_text(encoding="utf-8")
-    assert all(f'"{name}"' in provoked for name in REMEDIES)
+    assert all(f'"{name}"' in provoked for name in FINDING_REMEDIES)
 
 
 def test_the_estimate_is_near_what_a_gpu_was_measured_to_take() -> None:

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 from TrainingFactory.common.charts import Chart, Curve
 from TrainingFactory.runs.folder import TrainingReport
-from TrainingFactory.runs.notebook_view import default_watcher, episodes_table, make_charts, run_html
+from TrainingFactory.runs.notebook_view import episodes_table, make_charts, make_default_watcher, render_run
 from TrainingFactory.runs.tracking import PlainLines
 from TrainingFactory.trainers.trainers import GRPOTrainer
 from TrainingFactory.types import Completion, Message, Reward, Task, Trajectory, Turn
@@ -41,7 +41,7 @@ def test_a_report_is_a_table_and_charts_with_labelled_axes() -> None:
 
 
 def test_charts_take_the_colour_of_the_page_and_its_width() -> None:
-    html = run_html("a run", [], ROWS)
+    html = render_run("a run", [], ROWS)
     assert html.count('fill="currentColor"') == html.count("<svg") == 3
     assert html.count("width:100%;max-width:") == 3
 
@@ -54,8 +54,8 @@ def test_a_single_step_is_a_dot() -> None:
 
 def test_curves_that_share_a_chart_have_a_legend() -> None:
     rows = [{"step": float(step), "loss": 1 / step, "eval/loss": 2 / step} for step in (1, 2)]
-    assert "training" in run_html("a run", [], rows) and "held-out" in run_html("a run", [], rows)
-    assert "training" not in run_html("a run", [], ROWS[:1])
+    assert "training" in render_run("a run", [], rows) and "held-out" in render_run("a run", [], rows)
+    assert "training" not in render_run("a run", [], ROWS[:1])
 
 
 def test_hostile_texts_stay_texts() -> None:
@@ -64,7 +64,7 @@ def test_hostile_texts_stay_texts() -> None:
     episode.reward = Reward(1.0)
     pages = [
         episodes_table([episode])._repr_html_(),
-        run_html(HOSTILE, [("run", HOSTILE)], [], [HOSTILE]),
+        render_run(HOSTILE, [("run", HOSTILE)], [], [HOSTILE]),
         Chart(HOSTILE, [Curve(HOSTILE, [(1, 1.0)])]).svg(),
     ]
     for page in pages:
@@ -93,4 +93,4 @@ def test_a_trainer_shows_what_it_trains() -> None:
 
 
 def test_outside_a_notebook_progress_is_lines() -> None:
-    assert isinstance(default_watcher(), PlainLines)
+    assert isinstance(make_default_watcher(), PlainLines)

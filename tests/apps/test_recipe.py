@@ -139,7 +139,7 @@ def test_from_data_to_figures(asked: dict[str, Any], tfactory: Run, monkeypatch:
     )
     # What is compared by name, in any order, is asked what the run that has tasks was asked.
     for names in (["sft", "grpo@best"], ["grpo@best", "sft"]):
-        both, _ = sides(names, runs="made", again=True)
+        both, _ = sides(names, runs="made", must_rerun=True)
         assert {
             wanted.num_episodes for side in both for wanted in side.evaluations if wanted is not None
         } == {4}

@@ -19,7 +19,7 @@ from TrainingFactory.assembly import trackers
 from TrainingFactory.cli.display import plot, sparkline
 from TrainingFactory.common.charts import Chart, Curve, thin
 from TrainingFactory.data.trajectories import save_trajectories
-from TrainingFactory.runs.episode_texts import best_and_worst
+from TrainingFactory.runs.episode_texts import pick_best_and_worst
 from TrainingFactory.runs.folder import FINDINGS, METRICS, TRAJECTORIES, RunFolder
 from TrainingFactory.types import Completion, Message, Reward, Task, ToolCall, Trajectory, Turn
 
@@ -110,9 +110,9 @@ def test_a_run_with_nothing_to_show(run: RunFolder) -> None:
 
 def test_best_and_worst() -> None:
     low, high, none = episode("a", 0.0), episode("b", 1.0), episode("c", None)
-    assert best_and_worst([low, none, high]) == {"best": high, "worst": low}
-    assert best_and_worst([none, low, low]) == {"all alike": low}
-    assert best_and_worst([none]) == {"not scored": none} and best_and_worst([]) == {}
+    assert pick_best_and_worst([low, none, high]) == {"best": high, "worst": low}
+    assert pick_best_and_worst([none, low, low]) == {"all alike": low}
+    assert pick_best_and_worst([none]) == {"not scored": none} and pick_best_and_worst([]) == {}
 
 
 def test_plots() -> None:

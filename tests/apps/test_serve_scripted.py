@@ -27,7 +27,7 @@ from tests.kits.serve import (
     user,
 )
 from tests.kits.waiting import HANG, wait_until
-from TrainingFactory.agent_api.dialects.routes import CHAT as CHAT_DIALECT
+from TrainingFactory.agent_api.dialects.routes import CHAT_DIALECT
 from TrainingFactory.common.http import listen
 from TrainingFactory.models.tiny import tiny_tokenizer
 from TrainingFactory.types import Message, SamplingParams, ToolSpec

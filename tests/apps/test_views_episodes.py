@@ -272,7 +272,7 @@ def test_an_index_is_written_nowhere(run: RunFolder) -> None:
 
 def test_a_group_with_the_credit_of_its_tokens(whole: Path, tfactory: Run) -> None:
     run = RunFolder(whole)
-    task = run.consumed_tasks()[2][0]
+    task = run.read_consumed_tasks()[2][0]
     found = group_credit(run, 2, task)
     plain = EpisodeIndex(run).group(2, task)
     assert [each.row for each in found.members] == [each.row for each in plain.members] and len(
@@ -291,7 +291,7 @@ def test_a_group_with_the_credit_of_its_tokens(whole: Path, tfactory: Run) -> No
     status, out, err = tfactory("runs", "episodes", "whole", "--step", "2", "--task", task, "--json")
     assert status == 0 and json.loads(out) == found.model_dump(mode="json"), err
     # A task that a step took twice: each of its groups by itself, or both.
-    file, other = Path("runs/whole") / TRAJECTORIES, run.consumed_tasks()[2][1]
+    file, other = Path("runs/whole") / TRAJECTORIES, run.read_consumed_tasks()[2][1]
     changed = file.read_text().replace(f'"group": "1/{other}"', f'"group": "1/{task}#2"')
     file.write_text(changed.replace(f'"task": {{"id": "{other}"', f'"task": {{"id": "{task}"'))
     twice = RunFolder(Path("runs/whole"))
@@ -309,7 +309,7 @@ def test_the_learners_log_probs_by_the_weights_that_sampled(whole: Path) -> None
     run = RunFolder(whole)
     assert [path.name for path in run.checkpoints()] == ["step-000002", "step-000004"]
     for step, known in ((1, True), (2, False), (3, True)):
-        found = group_credit(run, step, run.consumed_tasks()[step][0], with_learner=True)
+        found = group_credit(run, step, run.read_consumed_tasks()[step][0], with_learner=True)
         turns = [turn for each in found.members if each.credit is not None for turn in each.credit.turns]
         pieces = [piece for turn in turns for piece in turn["pieces"]]
         assert pieces and all(len(each["learned"]) == len(each["ids"]) * known for each in pieces)

@@ -13,7 +13,7 @@ from TrainingFactory.cluster import ray_session
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.resolve import factories
 from TrainingFactory.resolve.siblings import Allocation
-from TrainingFactory.trainers.notices import unused_options
+from TrainingFactory.trainers.notices import list_unused_options
 
 
 def divided(visible: int = 8, sections: dict[str, Any] | None = None, **compute: Any) -> Any:
@@ -85,7 +85,7 @@ def test_an_allocation_is_used_and_no_key_of_it_is_called_unused() -> None:
     config = with_gpu_division(allocated, said.append, lambda: 8)
     assert (config.compute.num_gpus, config.compute.learners) == (8, 8)
     assert "allocation alloc-1 has 8 GPUs" in said[0] and "compute.learners=8" in said[1]
-    assert not any("num_gpus" in line for line in unused_options(config))
+    assert not any("num_gpus" in line for line in list_unused_options(config))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 
 from tests.kits.cli import Run
 from TrainingFactory.learning.learner import Learner
-from TrainingFactory.runs.devices import CHECK_DEVICE, SAVE_MEMORY, device_failure
+from TrainingFactory.runs.devices import CHECK_DEVICE, SAVE_MEMORY, describe_device_failure
 from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.sampling.native import NativeEngine
 from TrainingFactory.types import SamplersLost
@@ -161,9 +161,11 @@ def test_what_is_a_device_failure() -> None:
         ),
         ("Triton Error [CUDA]: an illegal memory access was encountered", "the device failed"),
     ):
-        assert says in (device_failure(RuntimeError(text)) or "")
+        assert says in (describe_device_failure(RuntimeError(text)) or "")
     there = OSError(f"learner 1 has failed: OutOfMemoryError: {MEMORY}; steps that will be made again: 3")
-    assert "made again: 3. To save memory" in (device_failure(there) or "")
-    assert "too little memory" in (device_failure(SamplersLost(f"no sampler is left: {MEMORY}")) or "")
+    assert "made again: 3. To save memory" in (describe_device_failure(there) or "")
+    assert "too little memory" in (
+        describe_device_failure(SamplersLost(f"no sampler is left: {MEMORY}")) or ""
+    )
     for other in (RuntimeError("shapes differ"), ValueError(str(MEMORY)), FULL):
-        assert device_failure(other) is None
+        assert describe_device_failure(other) is None

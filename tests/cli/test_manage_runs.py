@@ -11,7 +11,7 @@ from tests.kits.cli import Run
 from tests.kits.registry import made_run
 from TrainingFactory.registry.catalogue import Catalogue, registry_path
 from TrainingFactory.registry.lineage import make_run_node
-from TrainingFactory.runs.annotations import ANNOTATIONS
+from TrainingFactory.runs.annotations import ANNOTATIONS_FILE
 from TrainingFactory.runs.folder import RunFolder, Status
 
 RUNS = Path("runs")
@@ -50,9 +50,9 @@ def test_tags_notes_and_the_archive(tfactory: Run) -> None:
     ):
         status, _, err = tfactory("runs", "tag", "one", *mistake)
         assert status == 2 and text in err
-    (run.path / ANNOTATIONS).write_text("[]")
-    assert ANNOTATIONS in tfactory("runs", "note", "one")[2]
-    assert ANNOTATIONS in tfactory("runs", "list")[1]  # the run is listed with its problem
+    (run.path / ANNOTATIONS_FILE).write_text("[]")
+    assert ANNOTATIONS_FILE in tfactory("runs", "note", "one")[2]
+    assert ANNOTATIONS_FILE in tfactory("runs", "list")[1]  # the run is listed with its problem
 
 
 def test_a_deleted_run_is_gone_and_nothing_else(tfactory: Run) -> None:

@@ -18,7 +18,7 @@ from TrainingFactory.cli.display import Display, format_duration, sparkline
 from TrainingFactory.config import load_config
 from TrainingFactory.config.schema import ALGORITHMS
 from TrainingFactory.runs.folder import RunFolder
-from TrainingFactory.trainers.notices import notices, unused_options
+from TrainingFactory.trainers.notices import list_notices, list_unused_options
 from TrainingFactory.training.preflight import check_config
 
 SMALL = """
@@ -165,9 +165,9 @@ def test_the_configs_load(path: Path) -> None:
     assert config.training.algorithm == algorithm
     if path.name != "smolvlm_screen_sft.yaml":  # its model is written by `tfactory data screen`
         assert family in config.model.name.lower().replace(".", "")
-    assert unused_options(config) == []
+    assert list_unused_options(config) == []
     if path.name != "qwen3_grpo.yaml":  # that one is the form that other texts print
-        assert notices(config) == []
+        assert list_notices(config) == []
         check_config(config, config.data.dataset is not None)
 
 

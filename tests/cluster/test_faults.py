@@ -15,7 +15,7 @@ from benchmarks.cluster_faults import STEPS, plan
 from tests.kits.run import Quiet, rows, small, train
 from tests.kits.scale import SCALE
 from TrainingFactory.cluster import ray_session
-from TrainingFactory.training.ledger import wrong_in_ledger
+from TrainingFactory.training.ledger import find_ledger_errors
 
 
 def actors() -> list[dict[str, Any]]:
@@ -57,7 +57,7 @@ def test_no_group_is_lost_or_trained_twice(
     watcher = Killer()
     run = train(config, "kills", watcher).run
     assert watcher.killed == ["sampler", "reward"] and actors() == []
-    assert wrong_in_ledger(rows(run / "consumed.jsonl")) == []
+    assert find_ledger_errors(rows(run / "consumed.jsonl")) == []
     metrics, episodes = rows(run / "metrics.jsonl"), rows(run / "trajectories.jsonl")
     assert [row["step"] for row in metrics] == [1, 2, 3, 4, 5]
     assert max(row["staleness/max"] for row in metrics) == 1

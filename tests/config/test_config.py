@@ -15,7 +15,7 @@ from TrainingFactory.config import ConfigError, TrainingConfig, load_config
 from TrainingFactory.config.names import ALIASES, SHORT_KEYS
 from TrainingFactory.config.not_yet import UNIMPLEMENTED_OPTIONS
 from TrainingFactory.config.problems import fields_by_key
-from TrainingFactory.trainers.notices import notices, unused_options
+from TrainingFactory.trainers.notices import list_notices, list_unused_options
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 FIXTURES = CONFIGS.parent / "tests" / "fixtures"
@@ -112,7 +112,7 @@ def test_the_seeds_yaml_with_overrides(override: str | None, changed: dict[str, 
 def test_the_templates_are_right(path: Path) -> None:
     config = load_config(path)
     check_reward(config)
-    assert notices(config) == [] and unused_options(config) == []
+    assert list_notices(config) == [] and list_unused_options(config) == []
 
 
 def test_every_alias_leads_to_a_key() -> None:
@@ -275,14 +275,14 @@ def test_secrets_are_not_shown(tmp_path: Path) -> None:
 
 
 def test_what_is_not_there_yet_is_said() -> None:
-    said = notices(load_config(SEED_CONFIG))
+    said = list_notices(load_config(SEED_CONFIG))
     assert said == []  # everything that it asks for is done
-    assert notices(TrainingConfig()) == []
-    assert notices(TrainingConfig(optimization={"async_rollout": False})) == []
+    assert list_notices(TrainingConfig()) == []
+    assert list_notices(TrainingConfig(optimization={"async_rollout": False})) == []
 
 
 def test_options_for_several_processes_are_reported_in_a_run_of_one() -> None:
-    said = unused_options(
+    said = list_unused_options(
         TrainingConfig(optimization={"offload_reference": True}, compute={"gpus_per_learner": 1.0})
     )
     assert [line.split(":")[0] for line in said] == [
@@ -292,9 +292,9 @@ def test_options_for_several_processes_are_reported_in_a_run_of_one() -> None:
 
 
 def test_what_a_run_does_not_use_is_said() -> None:
-    assert unused_options(TrainingConfig()) == unused_options(load_config(SEED_CONFIG)) == []
+    assert list_unused_options(TrainingConfig()) == list_unused_options(load_config(SEED_CONFIG)) == []
     rows = TrainingConfig(algorithm="sft", data={"dataset": "d.jsonl"}, environment={"num_workers": 4})
-    assert [line.split(":")[0] for line in unused_options(rows)] == ["environment.num_workers"]
+    assert [line.split(":")[0] for line in list_unused_options(rows)] == ["environment.num_workers"]
     config = TrainingConfig(
         algorithm="dpo",
         grpo={"kl": 0.1, "refill": 2},
@@ -311,16 +311,16 @@ def test_what_a_run_does_not_use_is_said() -> None:
         "data.heldout, data.heldout_count: nothing is evaluated without training.eval_every",
         "lora.r: there is no adapter without lora.enabled=true",
     ]
-    assert unused_options(config) == wanted
+    assert list_unused_options(config) == wanted
     # The config of a run has every key; it is no different.
-    assert unused_options(TrainingConfig(**config.model_dump())) == wanted
+    assert list_unused_options(TrainingConfig(**config.model_dump())) == wanted
     used: dict[str, Any] = {"environment": "search", "sampling": {"max_tokens": 9}, "data": {"heldout": "x"}}
     used |= {"training": {"algorithm": "dpo", "eval_every": 5}, "use_lora": True, "lora_r": 4}
-    assert unused_options(TrainingConfig(**used)) == []
+    assert list_unused_options(TrainingConfig(**used)) == []
     used["training"] = {"algorithm": "ppo", "eval_every": 5, "group_size": 2}
-    assert unused_options(TrainingConfig(**used, ppo={"gamma": 0.9})) == []
+    assert list_unused_options(TrainingConfig(**used, ppo={"gamma": 0.9})) == []
     used = {"algorithm": "sft", "environment": "search", "sampling": {"max_reply_tokens": 9}}
-    assert unused_options(TrainingConfig(**used)) == []
+    assert list_unused_options(TrainingConfig(**used)) == []
 
 
 @pytest.mark.parametrize(
@@ -346,7 +346,7 @@ def test_what_the_learner_did_not_sample_is_weighted(sections: dict[str, Any], c
     found = getattr(made, "correction", None)
     older = config.optimization.async_rollout
     assert found == (None if cap is None else Correction(cap, "sequence", (0.5, 3), older))
-    [said] = [line for line in unused_options(config) if "importance" in line] if cap is None else [""]
+    [said] = [line for line in list_unused_options(config) if "importance" in line] if cap is None else [""]
     assert said.startswith("optimization.importance_by, optimization.importance_mask: ") or cap is not None
 
 
@@ -379,8 +379,8 @@ def test_tools_on_a_cluster_need_one() -> None:
         "tools": [{"name": "calculator"}, {"name": "x.py", "remote": True}],
     }
     text = "tools.1.remote: without compute.backend=ray tools run in the run's process"
-    assert unused_options(TrainingConfig(**asked)) == [text]
-    assert unused_options(TrainingConfig(**asked, compute={"backend": "ray"})) == []
+    assert list_unused_options(TrainingConfig(**asked)) == [text]
+    assert list_unused_options(TrainingConfig(**asked, compute={"backend": "ray"})) == []
 
 
 @pytest.mark.parametrize(

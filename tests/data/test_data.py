@@ -12,7 +12,7 @@ import pytest
 from tests.kits.data import ANSWER, BROKEN, CALL, DIALOGUE, RESULT, SEARCH, USER, calling, load, one
 from TrainingFactory.data.examples import load_examples
 from TrainingFactory.data.tasks import load_tasks
-from TrainingFactory.training.dataset import argument_problem
+from TrainingFactory.training.dataset import find_call_problem
 from TrainingFactory.types import Message
 
 # -- forms
@@ -171,11 +171,11 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path) -> None:
         writer.writerow(["id", "messages", "tools"])
         writer.writerows([row["id"], json.dumps(row["messages"]), json.dumps(row["tools"])] for row in table)
     for name in ("a.jsonl", "a.json", "wrapped.json", "lines.json", "a.csv"):
-        found = load_examples(tmp_path / name, "sft", check_call=argument_problem).usable
+        found = load_examples(tmp_path / name, "sft", check_call=find_call_problem).usable
         assert [each.conversations for each in found] == [each.conversations for each in wanted], name
     arrow = [each.conversations[0] for each in load(mixed, "sft").usable]
     for source in (tmp_path / "a.parquet", str(tmp_path / "saved"), tmp_path / "splits", made):
-        found = load_examples(source, "sft", check_call=argument_problem).usable
+        found = load_examples(source, "sft", check_call=find_call_problem).usable
         assert [each.conversations[0].messages for each in found] == [each.messages for each in arrow]
         assert [each.conversations[0].tools for each in found] == [each.tools for each in arrow]
     assert len(load_examples(tmp_path / "splits", "sft", split="test")) == 1

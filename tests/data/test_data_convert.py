@@ -16,7 +16,7 @@ from TrainingFactory.data.convert import Filters, Layout, convert, to_swift_row
 from TrainingFactory.data.datasets import read_rows
 from TrainingFactory.data.examples import Form, load_examples
 from TrainingFactory.data.trajectories import save_trajectories
-from TrainingFactory.training.dataset import argument_problem
+from TrainingFactory.training.dataset import find_call_problem
 from TrainingFactory.types import Message, Reward, Trajectory
 
 
@@ -43,7 +43,7 @@ def test_rows_teach_the_tokens_of_the_episodes(tmp_path: Path, form: Form, layou
     assert not any("token" in json.dumps(row) for row in made.rows)
     write(tmp_path / "rows.jsonl", made.rows if layout == "trl" else [to_swift_row(row) for row in made.rows])
     chat = loaded()[2]
-    there = in_tokens(load_examples(tmp_path / "rows.jsonl", form, check_call=argument_problem), form, chat)
+    there = in_tokens(load_examples(tmp_path / "rows.jsonl", form, check_call=find_call_problem), form, chat)
     here = in_tokens(path, form, chat)
     assert len(there) == len(here)
     assert any(turn.message.tool_calls for turn in there.group(0)[0].turns)

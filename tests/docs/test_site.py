@@ -24,7 +24,7 @@ from tests.kits.docs import ROOT, Page
 from TrainingFactory.cli.app import app
 from TrainingFactory.config import load_config
 from TrainingFactory.config.schema import ToolEntry, sections
-from TrainingFactory.trainers.notices import unused_options
+from TrainingFactory.trainers.notices import list_unused_options
 
 DOCS = ROOT / "docs"
 PACKAGES = ROOT / ".servers" / "docs"
@@ -76,7 +76,7 @@ def test_the_options_of_every_paper_load() -> None:
     assert len(rows) > 30
     for row in rows:
         config = load_config(None, row.split())
-        assert not unused_options(config, has_episodes=True), row
+        assert not list_unused_options(config, has_episodes=True), row
 
 
 def test_the_variants_of_grpo_load() -> None:

@@ -25,7 +25,7 @@ from TrainingFactory.envs.builtin.text2sql_data import ALL_DOMAINS, DOMAINS, QUE
 from TrainingFactory.envs.builtin.text2sql_layouts import make_creation_script
 from TrainingFactory.rewards.rules.tool_verified import make_verifier
 from TrainingFactory.rollout.scripted import play
-from TrainingFactory.trainers.notices import notices
+from TrainingFactory.trainers.notices import list_notices
 from TrainingFactory.trainers.training_run import Training
 from TrainingFactory.types import Message, Task, ToolCall, Trajectory
 
@@ -212,7 +212,7 @@ def test_the_config_that_trains_on_it(tmp_path: Path):
     keys += ["data.count=4", "data.heldout_count=2", "sampling.max_tokens=12"]
     config = load_config(CONFIG, [*keys, f"logging.output_dir={tmp_path}"])
     check_reward(config)
-    assert config.environment.environment_id == "text2sql" and notices(config) == []
+    assert config.environment.environment_id == "text2sql" and list_notices(config) == []
     report = Training(config, name="run", watcher=Quiet()).train()
     assert report.state == "finished" and report.steps == 2
     last = report.metrics

@@ -40,7 +40,7 @@ def test_tasks_are_paired() -> None:
     assert found.difference.value == pytest.approx(5 / 11)
     assert found.p == 2 * (1 + 9 + 36) / 2**9  # by hand
     assert found.difference.low < 5 / 11 < found.difference.high
-    assert [flip.task for flip in found.losses] == ["t8", "t11"]
+    assert [flip.task_id for flip in found.losses] == ["t8", "t11"]
     assert found.losses[0].success_rates == (1.0, 0.0)
     assert len(found.notes) == 1 and found.notes[0].startswith("skipped 1 task ")
 
@@ -95,7 +95,7 @@ def test_a_page_shows_both_episodes_and_obeys_no_text(tmp_path: Path) -> None:
     first, second = kept("<i>a</i>", False), kept("b", True)
     found = compare(first, second)
     [(flip, pair)] = found.load_episodes(found.wins)
-    assert flip.task == "x" and [isinstance(each, Trajectory) for each in pair] == [True, True]
+    assert flip.task_id == "x" and [isinstance(each, Trajectory) for each in pair] == [True, True]
     page = comparison_page([first, second], [found])
     assert "&lt;script&gt;" in page and "<script>" not in page and "&lt;i&gt;a" in page
     assert "done, reward 0" in page and "done, reward 1" in page

@@ -103,7 +103,7 @@ def test_the_interval_goes_by_tasks() -> None:
 
 def test_the_bootstrap_agrees_with_the_exact_distribution_of_the_mean() -> None:
     values = [1.0] * 6 + [0.0] * 14  # the mean of 20 drawn with replacement is binomial
-    found = statistics.bootstrap([(1.0, values)])
+    found = statistics.bootstrap_mean([(1.0, values)])
 
     def quantile(level: float) -> float:
         below = 0.0
@@ -115,8 +115,8 @@ def test_the_bootstrap_agrees_with_the_exact_distribution_of_the_mean() -> None:
 
     assert found.value == pytest.approx(0.3)
     assert (found.low, found.high) == pytest.approx((quantile(0.025), quantile(0.975)))
-    assert statistics.bootstrap([(1.0, values)]) == found  # the same numbers every time
-    both = statistics.bootstrap([(3.0, [1.0] * 4), (1.0, [0.0] * 9)])
+    assert statistics.bootstrap_mean([(1.0, values)]) == found  # the same numbers every time
+    both = statistics.bootstrap_mean([(3.0, [1.0] * 4), (1.0, [0.0] * 9)])
     assert (both.value, both.low, both.high) == pytest.approx((0.75, 0.75, 0.75))
 
 

@@ -13,7 +13,7 @@ from TrainingFactory.data.examples import Examples, Form, load_examples
 from TrainingFactory.envs import SearchEnvironment
 from TrainingFactory.models import chat_format, load_model
 from TrainingFactory.rollout import play
-from TrainingFactory.training.dataset import argument_problem
+from TrainingFactory.training.dataset import find_call_problem
 from TrainingFactory.types import Reward, Trajectory
 
 LOOK = {
@@ -105,7 +105,7 @@ def write(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
 
 
 def load(rows: list[Any], form: Form, **options: Any) -> Examples:
-    return load_examples(rows, form, check_call=argument_problem, **options)
+    return load_examples(rows, form, check_call=find_call_problem, **options)
 
 
 def one(row: dict[str, Any], form: Form = "sft") -> Any:

@@ -122,7 +122,7 @@ def play_program(
         finally:
             await program.endpoint.close()
 
-    return asyncio.run(run()), program.endpoint.metrics()
+    return asyncio.run(run()), program.endpoint.pop_metrics()
 
 
 def line(**row: Any) -> str:

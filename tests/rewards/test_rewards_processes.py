@@ -31,7 +31,7 @@ from TrainingFactory.rewards.rules.rule_based import RULES
 from TrainingFactory.rewards.workers.distributed import RewardWorkerPool
 from TrainingFactory.rewards.workers.process import FinishedEpisode, RewardProcess
 from TrainingFactory.services import GRPOTrainer
-from TrainingFactory.trainers.notices import notices
+from TrainingFactory.trainers.notices import list_notices
 from TrainingFactory.types import Reward, Trajectory
 
 ONE = {"distributed_reward": True, "reward_workers": 1}
@@ -241,7 +241,7 @@ def test_a_process_reward_that_is_an_object_gets_processes_too():
 
 def test_what_stays_in_this_process_is_said():
     def said(reward: Any, **optimization: Any) -> list[str]:
-        return notices(TrainingConfig(reward=reward, optimization=optimization))
+        return list_notices(TrainingConfig(reward=reward, optimization=optimization))
 
     for section in ("environment", {"parts": {"a": {"type": "environment"}, "b": {"type": "rule_based"}}}):
         [line] = said(section, distributed_reward=True)

@@ -18,7 +18,7 @@ from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.rewards.process_reward import PROCESS_RULES
 from TrainingFactory.services import GRPOTrainer
-from TrainingFactory.trainers.notices import notices
+from TrainingFactory.trainers.notices import list_notices
 from TrainingFactory.types import Reward, Trajectory
 
 SEED_CONFIG = Path(__file__).resolve().parents[2] / "configs" / "qwen3_grpo.yaml"
@@ -47,7 +47,7 @@ def answers(text: str) -> Any:
 def test_process_rewards_as_the_seed_writes_them():
     config = load_config(SEED_CONFIG)
     check_reward(config)
-    assert not any(line.startswith("reward.") for line in notices(config))
+    assert not any(line.startswith("reward.") for line in list_notices(config))
     reward = paid(config.reward.model_dump())  # two calls, then the answer
     assert reward.outcome == 1.0
     assert reward.steps == [0.5, 0.0, pytest.approx(0.2)]

@@ -17,7 +17,7 @@ from tests.kits.run import Quiet, go_on, small, train
 from TrainingFactory.cli.display import Display
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.runs.folder import RunFolder
-from TrainingFactory.runs.tracking import metrics_line
+from TrainingFactory.runs.tracking import format_metrics_line
 from TrainingFactory.services import GRPOTrainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -245,11 +245,13 @@ def test_what_judges_are_asked_adds_up_over_a_resume(tmp_path: Path) -> None:
 
 def test_unscored_episodes_are_seen(capsys: pytest.CaptureFixture[str]) -> None:
     metrics: dict[str, float] = {"episodes": 8, "episodes/unscored": 3, "reward": 0.5, "rows": 4}
-    assert "3 of 8 unscored" in metrics_line(metrics) and "nothing to learn" not in metrics_line(metrics)
-    few = metrics_line(metrics | {"episodes/unscored": 6, "rows": 0})
+    assert "3 of 8 unscored" in format_metrics_line(
+        metrics
+    ) and "nothing to learn" not in format_metrics_line(metrics)
+    few = format_metrics_line(metrics | {"episodes/unscored": 6, "rows": 0})
     assert "6 of 8 unscored" in few
     assert "equal rewards in all groups of scored episodes" in few
-    none = metrics_line(metrics | {"episodes/unscored": 0, "rows": 0})
+    none = format_metrics_line(metrics | {"episodes/unscored": 0, "rows": 0})
     assert "unscored" not in none and "all groups, nothing to learn" in none
     from rich.console import Console
 

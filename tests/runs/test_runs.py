@@ -68,13 +68,13 @@ def test_what_a_run_leaves_behind(tmp_path: Path) -> None:
 
 def test_every_task_once_an_epoch() -> None:
     order = TaskOrder(10, 4, seed=1)
-    epochs = [[n for step in range(3 * e, 3 * e + 3) for n in order.batch(step)] for e in range(3)]
+    epochs = [[n for step in range(3 * e, 3 * e + 3) for n in order.take_batch(step)] for e in range(3)]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
-    assert order.batch(4) == TaskOrder(10, 4, seed=1).batch(4)
-    assert epochs[0] != [n for step in range(3) for n in TaskOrder(10, 4, seed=2).batch(step)]
+    assert order.take_batch(4) == TaskOrder(10, 4, seed=1).take_batch(4)
+    assert epochs[0] != [n for step in range(3) for n in TaskOrder(10, 4, seed=2).take_batch(step)]
     as_they_are = TaskOrder(10, 4, seed=1, shuffle=False)
-    assert [as_they_are.batch(step) for step in (0, 2, 3)] == [[0, 1, 2, 3], [8, 9], [0, 1, 2, 3]]
+    assert [as_they_are.take_batch(step) for step in (0, 2, 3)] == [[0, 1, 2, 3], [8, 9], [0, 1, 2, 3]]
 
 
 def test_a_run_that_exists_is_left_alone(whole: Path) -> None:

@@ -132,7 +132,7 @@ def test_a_task_without_a_scored_episode(episodes: Run, tmp_path: Path) -> None:
 
 def test_which_are_shown(runs: Path, episodes: Run) -> None:
     folder = RunFolder(runs / "a")
-    taken, (step, credit) = folder.consumed_tasks(), run_credit(folder)
+    taken, (step, credit) = folder.read_consumed_tasks(), run_credit(folder)
     assert step == 2 and {group.task for group in credit.groups} == set(taken[2])
     out, err = episodes("a")[1:]
     # One task, the one with the largest advantage, and the others by name.
@@ -197,7 +197,7 @@ def test_mistakes(episodes: Run, arguments: tuple[str, ...], says: str) -> None:
 
 
 def test_tasks_that_are_not_there(runs: Path, episodes: Run) -> None:
-    taken = RunFolder(runs / "a").consumed_tasks()
+    taken = RunFolder(runs / "a").read_consumed_tasks()
     err = episodes("a", "--task", taken[1][0] + "0")[2]
     assert "did you mean" in err and len(err.splitlines()) == 1
     only = next(task for task in taken[1] if task not in taken[2])

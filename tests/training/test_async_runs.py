@@ -21,10 +21,10 @@ from TrainingFactory.data.trajectories import load_trajectories, trajectory_from
 from TrainingFactory.models import load_model
 from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.sampling import NativeEngine
-from TrainingFactory.trainers.notices import notices, unused_options
+from TrainingFactory.trainers.notices import list_notices, list_unused_options
 from TrainingFactory.trainers.training_run import Training
 from TrainingFactory.training.dataset import UserObjects
-from TrainingFactory.training.ledger import wrong_in_ledger
+from TrainingFactory.training.ledger import find_ledger_errors
 from TrainingFactory.types import (
     Completion,
     Message,
@@ -61,16 +61,16 @@ def run(config: TrainingConfig, name: str, watcher: Quiet | None = None, **optio
 
 def assert_whole(folder: RunFolder, bound: int) -> None:
     """Every task once an epoch; the files have the episodes and calls of the trained groups, and of no others."""
-    assert folder.state == "finished" and wrong_in_ledger(folder.ledger()) == []
+    assert folder.state == "finished" and find_ledger_errors(folder.read_ledger()) == []
     metrics = [row for row in rows(folder.path / "metrics.jsonl") if "reward" in row]
     assert [row["step"] for row in metrics] == list(range(1, 7))
     assert all(row["staleness/max"] <= bound for row in metrics)
     assert any(row["staleness/max"] > 0 for row in metrics)
     assert [row["tools/calls"] for row in metrics] == [row["episodes"] for row in metrics]
     episodes = list(load_trajectories(folder.path / "trajectories.jsonl"))
-    trained = [task for tasks in folder.consumed_tasks().values() for task in tasks]
+    trained = [task for tasks in folder.read_consumed_tasks().values() for task in tasks]
     assert [each.task.id for each in episodes] == [task for task in trained for _ in range(4)]
-    for step, tasks in folder.consumed_tasks().items():
+    for step, tasks in folder.read_consumed_tasks().items():
         assert [each.task.id for each in folder.episodes(step)] == [task for task in tasks for _ in range(4)]
     calls = [row for row in rows(folder.path / "tool_calls.jsonl") if isinstance(row["step"], int)]
     assert len({(row["step"], row["task"], row["member"]) for row in calls}) == len(calls) == len(episodes)
@@ -208,9 +208,9 @@ def test_a_run_without_samplers_saves_and_says_how_to_go_on(
     folder = RunFolder(tmp_path / "a")
     assert folder.state == "failed" and folder.checkpoints()[-1].name == "step-000003"
     assert (folder.status.reason or "").endswith(folder.resume_command)
-    assert [row["step"] for row in folder.ledger()] == [1, 2, 3]
+    assert [row["step"] for row in folder.read_ledger()] == [1, 2, 3]
     go_on(folder.path, Calling)
-    assert folder.state == "finished" and wrong_in_ledger(folder.ledger()) == []
+    assert folder.state == "finished" and find_ledger_errors(folder.read_ledger()) == []
     assert [row["step"] for row in folder.metrics() if "reward" in row] == list(range(1, 7))
 
 
@@ -251,12 +251,12 @@ def test_what_does_not_go_together_is_refused_or_told(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"sampling.deterministic.*max_staleness=0"):
         run(config, "a")
     options = {"async_rollout": True, "async_order": "arrival"}
-    assert unused_options(TrainingConfig(training={"algorithm": "sft"}, optimization=options)) == [
+    assert list_unused_options(TrainingConfig(training={"algorithm": "sft"}, optimization=options)) == [
         "optimization.async_rollout, optimization.async_order: sft does not train on sampled episodes"
     ]
-    [told] = unused_options(TrainingConfig(optimization={"max_staleness": 3}))
+    [told] = list_unused_options(TrainingConfig(optimization={"max_staleness": 3}))
     assert told == "optimization.max_staleness: only used with optimization.async_rollout=true"
-    assert notices(TrainingConfig(optimization=options)) == [] and KINDS["grpo"].samples
+    assert list_notices(TrainingConfig(optimization=options)) == [] and KINDS["grpo"].samples
 
 
 def test_the_doctor_counts_the_copy() -> None:

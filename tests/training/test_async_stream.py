@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.kits.ahead import Learner, Scripted, Teaching
-from TrainingFactory.training.ledger import Ledger, wrong_in_ledger
+from TrainingFactory.training.ledger import Ledger, find_ledger_errors
 from TrainingFactory.training.task_order import TaskOrder
 from TrainingFactory.types import Group, SamplersLost
 
@@ -31,7 +31,7 @@ async def test_the_gate_admits_the_groups_of_as_many_steps_as_the_bound(bound: i
         assert not learner.source._stale_groups
     tasks = [name.partition("/")[2] for name in learner.script.begun]
     assert tasks == 2 * [f"t{number}" for number in range(5)]
-    assert wrong_in_ledger(learner.rows) == [] and learner.script.running == 0
+    assert find_ledger_errors(learner.rows) == [] and learner.script.running == 0
 
 
 def test_a_slow_group_is_waited_for_by_number_and_overtaken_by_arrival() -> None:
@@ -72,7 +72,7 @@ async def test_a_group_that_is_too_old_is_given_up_and_sampled_again() -> None:
     # Calls stand in the recording under the step and the name that the group was sampled by.
     assert batches[0].discarded_keys == {(0, "t0")} and trained.recorded_keys is not None
     assert (0, "t0@1") in trained.recorded_keys
-    assert wrong_in_ledger(learner.rows) == []
+    assert find_ledger_errors(learner.rows) == []
 
 
 async def test_refill_takes_further_tasks_of_the_epoch() -> None:
@@ -85,7 +85,7 @@ async def test_refill_takes_further_tasks_of_the_epoch() -> None:
     batches += [await learner.step(), await learner.step()]
     assert [batch.metrics["groups/refilled"] for batch in batches] == [1, 0, 1]
     assert [batch.metrics["groups/dropped"] for batch in batches] == [1, 1, 1]
-    assert wrong_in_ledger(learner.rows) == []
+    assert find_ledger_errors(learner.rows) == []
     assert [row["groups"] for row in learner.rows] == [
         [[0, 0, 0], [1, 0, 1], [1, 1, 4]],
         [[2, 0, 2], [3, 0, 3]],  # the epoch has no more
@@ -116,9 +116,12 @@ def test_whatever_happens_every_task_is_trained_once(seed: int) -> None:
     learner = None
     while learner is None or learner.done < 24:
         learner = asyncio.run(part(learner, chance.randint(1, 9)))
-        assert wrong_in_ledger(learner.rows, finished=False) == []
+        assert find_ledger_errors(learner.rows, is_finished=False) == []
     # What a refill had taken is free again after a break, and there may be no step left to take it.
-    assert wrong_in_ledger(learner.rows, finished=not refill) == [] and not learner.ledger.unfinished_groups
+    assert (
+        find_ledger_errors(learner.rows, is_finished=not refill) == []
+        and not learner.ledger.unfinished_groups
+    )
     trained = [number for row in learner.rows for number, *_ in row["groups"]]
     if not refill:
         assert sorted(trained) == [
@@ -144,7 +147,7 @@ async def test_what_fails_in_any_group_ends_the_step_and_nothing_goes_on() -> No
 def test_states_of_earlier_versions_and_of_another_batch_size() -> None:
     order = TaskOrder(7, 3, 0)
     assert Ledger.from_state(order, {"step": 2, "taken": 8, "consumed": [[0, 6]]}).next_position == 8
-    assert Ledger.from_state(order, {"step": 4}).next_position == order.start_position(4) == 10
+    assert Ledger.from_state(order, {"step": 4}).next_position == order.get_start_position(4) == 10
     for state in ({"taken": 8, "consumed": [[0, 8]]}, {"batch_size": 4, "consumed": [[0, 8]]}):
         with pytest.raises(ValueError, match="8 groups in 2 steps"):
             Ledger.from_state(order, {"step": 2} | state)
@@ -163,9 +166,9 @@ def test_states_of_earlier_versions_and_of_another_batch_size() -> None:
 
 def test_a_ledger_shows_what_was_lost_or_trained_twice() -> None:
     rows = [{"step": 1, "groups": [[0, 0, 0], [1, 0, 1]]}, {"step": 2, "groups": [[2, 1, 2]]}]
-    assert wrong_in_ledger(rows) == []
-    assert wrong_in_ledger([*rows, {"step": 3, "groups": [[1, 0, 5]]}]) == [
+    assert find_ledger_errors(rows) == []
+    assert find_ledger_errors([*rows, {"step": 3, "groups": [[1, 0, 5]]}]) == [
         "group 1 (attempt 0) in the steps 1 and 3", "place 3 was never trained", "place 4 was never trained",
     ]  # fmt: skip
-    assert wrong_in_ledger([*rows, {"step": 3, "groups": [[3, 0, 2]]}]) == ["place 2 2 times"]
-    assert wrong_in_ledger([rows[0], rows[0]], finished=False)[0] == "step 1 2 times"
+    assert find_ledger_errors([*rows, {"step": 3, "groups": [[3, 0, 2]]}]) == ["place 2 2 times"]
+    assert find_ledger_errors([rows[0], rows[0]], is_finished=False)[0] == "step 1 2 times"

@@ -19,10 +19,10 @@ from TrainingFactory.config.problems import ConfigError
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.tools import tool
-from TrainingFactory.trainers.notices import unused_options
+from TrainingFactory.trainers.notices import list_unused_options
 from TrainingFactory.trainers.training_run import Training
 from TrainingFactory.training.dataset import UserObjects
-from TrainingFactory.training.ledger import wrong_in_ledger
+from TrainingFactory.training.ledger import find_ledger_errors
 from TrainingFactory.training.preflight import check_options
 from TrainingFactory.types import Message, Step, Task, ToolCall
 
@@ -119,7 +119,7 @@ def test_sampled_ahead(tmp_path: Path) -> None:
     """Groups are whole, each once, and a replay trains them again."""
     chosen = config(tmp_path, optimization={"async_rollout": True, "max_staleness": 1})
     run = train(chosen, "a")
-    assert run.state == "finished" and wrong_in_ledger(run.ledger()) == []
+    assert run.state == "finished" and find_ledger_errors(run.read_ledger()) == []
     episodes = list(load_trajectories(run.path / "trajectories.jsonl"))
     members: dict[str, list[int]] = {}
     for each in episodes:
@@ -164,9 +164,9 @@ def test_where_nothing_can_fork(overrides: list[str], key: str, texts: list[str]
 
 def test_options_of_another_kind_of_fork_are_noticed() -> None:
     config = load_config(None, ["training.branching.at=turns", "training.branching={at: turns, turns: [1]}"])
-    assert unused_options(config) == []
+    assert list_unused_options(config) == []
     config = load_config(None, ["training.branching={at: turns, turns: [1], entropy: 2.0}"])
-    assert unused_options(config) == [
+    assert list_unused_options(config) == [
         "training.branching.entropy: only used with training.branching.at=entropy"
     ]
 

@@ -127,11 +127,15 @@ def test_a_sampler_that_is_not_the_model_warns_then_stops():
         {"mismatch": float("nan")},
     ):  # one that measured nothing does not count
         found = guards.check_update(figures, is_last=False)
-        assert not found.saves and found.stop_reason is None and (found.warning is not None) == bool(figures)
+        assert (
+            not found.saves_checkpoint
+            and found.stop_reason is None
+            and (found.warning is not None) == bool(figures)
+        )
     assert guards.check_update({"mismatch": 0.3}, is_last=True).stop_reason is None  # it is over anyway
     found = guards.check_update({"mismatch": 0.25}, is_last=False)
     assert (
-        found.saves
+        found.saves_checkpoint
         and "after 4 steps" in str(found.stop_reason)
         and "0.25 per token" in str(found.stop_reason)
     )

@@ -32,7 +32,7 @@ from TrainingFactory.common.image_parts import decode_image_part
 from TrainingFactory.common.images import LIMITS, join_pieces
 from TrainingFactory.types import Image, Message, Role, SamplingParams
 
-PROBLEMS = {  # pydantic error type -> code, text
+FIELD_PROBLEMS = {  # pydantic error type -> code, text
     "extra_forbidden": ("unknown_parameter", "is not supported by this server"),
     "missing": ("missing_required_parameter", "is missing"),
 }
@@ -103,7 +103,7 @@ class Dialect(ABC):
         """Return the event that ends a stream when the server stops."""
         return json.dumps(self.make_error_body(error))
 
-    def make_token_count(self, tokens: int) -> dict[str, Any]:
+    def make_token_count(self, num_tokens: int) -> dict[str, Any]:
         """Return the response to a request that only counts the tokens of its prompt."""
         raise NotImplementedError
 
@@ -164,7 +164,7 @@ def validate(body_type: type[Body], body: Any, ignored_fields: set[str] | None =
     keys = (f"[{key}]" if isinstance(key, int) else f".{key}" for key in problem["loc"])
     param = "".join(keys).removeprefix(".") or "body"
     invalid_text = f"is {problem['input']!r:.60}: {problem['msg']}"
-    code, text = PROBLEMS.get(problem["type"], ("invalid_value", invalid_text))
+    code, text = FIELD_PROBLEMS.get(problem["type"], ("invalid_value", invalid_text))
     raise ApiError(f"{param} {text}", param, code=code)
 
 

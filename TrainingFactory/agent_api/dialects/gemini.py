@@ -243,8 +243,8 @@ class GeminiDialect(Dialect):
         body = {"code": error.status, "message": error.message, "status": status, "details": [error_info]}
         return {"error": body}
 
-    def make_token_count(self, tokens: int) -> dict[str, Any]:
-        return {"totalTokens": tokens}
+    def make_token_count(self, num_tokens: int) -> dict[str, Any]:
+        return {"totalTokens": num_tokens}
 
 
 class _GeminiEvents(EventWriter):

@@ -40,7 +40,7 @@ ERROR_TYPES = {
 }
 STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
 BLOCKS_HINT = "Send text, thinking, tool_use and tool_result blocks"
-SIGNATURE = "unsigned"  # of thinking blocks; clients send it back unread
+BLOCK_SIGNATURE = "unsigned"  # of thinking blocks; clients send it back unread
 
 
 def _as_blocks(content: Any) -> Any:
@@ -160,7 +160,7 @@ class MessagesDialect(Dialect):
         [choice] = choices
         message, blocks = choice.message, list[dict[str, Any]]()
         if message.reasoning and request.body.shows_thinking:
-            blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": SIGNATURE})
+            blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": BLOCK_SIGNATURE})
         if message.content:
             blocks.append({"type": "text", "text": message.content, "citations": None})
         blocks += [_make_tool_use(call, call.arguments) for call in message.tool_calls]
@@ -179,8 +179,8 @@ class MessagesDialect(Dialect):
     def make_error_event(self, error: ApiError) -> StreamEvent:
         return _encode(self.make_error_body(error))
 
-    def make_token_count(self, tokens: int) -> dict[str, Any]:
-        return {"input_tokens": tokens}
+    def make_token_count(self, num_tokens: int) -> dict[str, Any]:
+        return {"input_tokens": num_tokens}
 
 
 class _MessagesEvents(EventWriter):
@@ -232,7 +232,7 @@ class _MessagesEvents(EventWriter):
 
     def _close_block(self) -> Iterator[StreamEvent]:
         if self._open_type == "thinking":
-            yield self._make_delta({"type": "signature_delta", "signature": SIGNATURE})
+            yield self._make_delta({"type": "signature_delta", "signature": BLOCK_SIGNATURE})
         if self._open_type is not None:
             yield self._stop_block()
         self._open_type = None

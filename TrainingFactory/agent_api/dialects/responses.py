@@ -28,7 +28,7 @@ from TrainingFactory.common.options import Count, Text
 from TrainingFactory.types import Image, Message, SamplingParams, ToolCall, ToolSpec
 
 TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "reasoning_text")
-LOGPROBS = "message.output_text.logprobs"  # value of `include`
+INCLUDE_LOGPROBS = "message.output_text.logprobs"  # value of `include`
 # Fields whose other values would need what this server does not have.
 NEUTRAL_VALUES = {
     "previous_response_id": (None, "Send the whole conversation as input"),
@@ -153,7 +153,7 @@ class ResponsesDialect(Dialect):
         max_tokens = request.max_output_tokens
         return ParsedRequest(
             messages, _read_tools(request, ignored_fields), apply_settings(defaults, settings), request, request.model,
-            logprobs=LOGPROBS in request.include, stream=request.stream, settings=settings,
+            logprobs=INCLUDE_LOGPROBS in request.include, stream=request.stream, settings=settings,
             token_limits={} if max_tokens is None else {"max_output_tokens": max_tokens}, ignored_fields=ignored_fields,
         )  # fmt: skip
 
@@ -174,8 +174,8 @@ class ResponsesDialect(Dialect):
         fields = {"code": error.code, "message": error.message, "param": error.param}
         return _encode_event({"type": "error", "sequence_number": sequence_number} | fields)
 
-    def make_token_count(self, tokens: int) -> dict[str, Any]:
-        return {"object": "response.input_tokens", "input_tokens": tokens}
+    def make_token_count(self, num_tokens: int) -> dict[str, Any]:
+        return {"object": "response.input_tokens", "input_tokens": num_tokens}
 
 
 class _ResponsesEvents(EventWriter):

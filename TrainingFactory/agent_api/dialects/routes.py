@@ -22,23 +22,23 @@ class Route:
     counts_tokens: bool = False
 
 
-CHAT = ChatDialect()
-MESSAGES = MessagesDialect()
-RESPONSES = ResponsesDialect()
-GEMINI = GeminiDialect()
+CHAT_DIALECT = ChatDialect()
+MESSAGES_DIALECT = MessagesDialect()
+RESPONSES_DIALECT = ResponsesDialect()
+GEMINI_DIALECT = GeminiDialect()
 GEMINI_METHODS: dict[str, dict[str, bool]] = {
     "generateContent": {"stream": False},
     "streamGenerateContent": {"stream": True},
     "countTokens": {"stream": False, "counts_tokens": True},
 }
-ROUTES = [
-    Route("/v1/chat/completions", CHAT),
-    Route("/v1/messages", MESSAGES),
-    Route("/v1/messages/count_tokens", MESSAGES, stream=False, counts_tokens=True),
-    Route("/v1/responses", RESPONSES),
-    Route("/v1/responses/input_tokens", RESPONSES, stream=False, counts_tokens=True),
+API_ROUTES = [
+    Route("/v1/chat/completions", CHAT_DIALECT),
+    Route("/v1/messages", MESSAGES_DIALECT),
+    Route("/v1/messages/count_tokens", MESSAGES_DIALECT, stream=False, counts_tokens=True),
+    Route("/v1/responses", RESPONSES_DIALECT),
+    Route("/v1/responses/input_tokens", RESPONSES_DIALECT, stream=False, counts_tokens=True),
     *(
-        Route(f"/{version}/models/{{model:path}}:{method}", GEMINI, **options)
+        Route(f"/{version}/models/{{model:path}}:{method}", GEMINI_DIALECT, **options)
         for version in ("v1", "v1beta")
         for method, options in GEMINI_METHODS.items()
     ),

@@ -81,8 +81,8 @@ class TurnReader:
     def _count_tokens_for(self, token_ids: Sequence[int], num_characters: int) -> int:
         """Return the number of tokens after which the text has at least `num_characters` whole characters."""
 
-        def has_characters(size: int) -> bool:
-            return len(self.decode(token_ids[:size]).rstrip(REPLACEMENT_CHARACTER)) >= num_characters
+        def has_characters(num_tokens: int) -> bool:
+            return len(self.decode(token_ids[:num_tokens]).rstrip(REPLACEMENT_CHARACTER)) >= num_characters
 
         return 1 + bisect_left(range(1, len(token_ids)), True, key=has_characters)
 

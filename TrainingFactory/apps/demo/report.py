@@ -15,9 +15,9 @@ from TrainingFactory.common.charts import Chart, chart_with_mean
 from TrainingFactory.common.texts import pluralize
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.rollout.metrics import compute_evaluation_metrics
-from TrainingFactory.runs.episode_texts import conversation_lines, conversation_with_images
+from TrainingFactory.runs.episode_texts import list_conversation_lines, list_lines_with_images
 from TrainingFactory.runs.folder import RunFolder
-from TrainingFactory.runs.notebook_view import table_html
+from TrainingFactory.runs.notebook_view import render_table
 from TrainingFactory.types import Trajectory
 
 HELDOUT_FILE = "heldout.jsonl"  # in a run's folder: episodes of its model on held-out tasks
@@ -102,7 +102,7 @@ class DemoReport:
         if self.blind is None:
             del report["blind"]
         conversations = {
-            title: conversation_lines(episode) for title, episode in self.trial._asdict().items()
+            title: list_conversation_lines(episode) for title, episode in self.trial._asdict().items()
         }
         return report | {
             "environment": self.environment,
@@ -155,7 +155,7 @@ class DemoReport:
 
     def _repr_html_(self) -> str:
         """Return the report for a notebook: before against after, and the curve of GRPO."""
-        table = table_html(self.table, ("held-out tasks", "before GRPO", "after GRPO"))
+        table = render_table(self.table, ("held-out tasks", "before GRPO", "after GRPO"))
         return f"<div>{table}<p>{escape(self.learned)}</p>{self._chart().svg()}</div>"
 
     def _chart(self) -> Chart:
@@ -173,7 +173,7 @@ class DemoReport:
             stages=LESSONS[self.environment].stages(self.configs[0]["training"]["batch_size"]),
             chart=self._chart(),
             sides=[
-                (title, conversation_with_images(episode), describe_ending(episode))
+                (title, list_lines_with_images(episode), describe_ending(episode))
                 for title, episode in episodes
             ],
             calls=sorted({*self.before.calls, *self.after.calls}),

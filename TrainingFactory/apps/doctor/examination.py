@@ -38,7 +38,7 @@ from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.runs.tracking import Watcher
 from TrainingFactory.sampling import NativeEngine
 from TrainingFactory.trainers.loop_setup import count_steps, make_loop, make_order
-from TrainingFactory.trainers.notices import notices, unused_options
+from TrainingFactory.trainers.notices import list_notices, list_unused_options
 from TrainingFactory.trainers.training_run import Training
 from TrainingFactory.training.loop import TrainingLoop
 from TrainingFactory.training.preflight import check_config, check_steps
@@ -54,7 +54,7 @@ def examine(config: TrainingConfig, watcher: Watcher) -> Diagnosis:
     to no tracker."""
     diagnosis = Diagnosis()
     has_dataset = config.data.dataset is not None
-    for notice in [*notices(config), *unused_options(config)]:
+    for notice in [*list_notices(config), *list_unused_options(config)]:
         diagnosis.add("ignored", notice, "note")
     try:
         if has_dataset or config.environment.environment_id or config.environment.command or config.tools:
@@ -166,7 +166,7 @@ class DryRun(Training):
         self.limits = 0, 0  # maximum tokens of a turn and of an episode
         super().__init__(_with_small_step(config), name="doctor", watcher=watcher)
 
-    def new_run(self, name: str, run_info: dict[str, Any]) -> RunFolder:
+    def create_run(self, name: str, run_info: dict[str, Any]) -> RunFolder:
         logging = self.config.logging.model_copy(update={"output_dir": str(self._folder)})
         config = self.config.model_copy(update={"logging": logging})
         return RunFolder.create(config, name, run_info, self.num_steps)

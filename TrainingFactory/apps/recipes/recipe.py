@@ -33,7 +33,7 @@ from TrainingFactory.data.disk import write_atomically
 from TrainingFactory.envs.builtin.text2sql import generate_explored_tasks
 from TrainingFactory.evaluation.comparison import ComparedModel, Comparison, compare
 from TrainingFactory.evaluation.requests import RecordedEvaluation, make_model_request
-from TrainingFactory.runs.devices import device_failure
+from TrainingFactory.runs.devices import describe_device_failure
 from TrainingFactory.runs.folder import RunFolder, is_run
 from TrainingFactory.runs.tracking import Watcher
 from TrainingFactory.tools.builtin.calculator import calculator
@@ -350,7 +350,7 @@ def _with_resume_hint() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        failure, is_disk_error = device_failure(error), isinstance(error, OSError)
+        failure, is_disk_error = describe_device_failure(error), isinstance(error, OSError)
         if failure is None and not is_disk_error:
             raise
         error_type = OSError if is_disk_error else ValueError

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from TrainingFactory.apps.reports.pages import render
 from TrainingFactory.evaluation.comparison import ComparedModel, Comparison
 from TrainingFactory.promotion.promotion import Decision
-from TrainingFactory.runs.episode_texts import conversation_with_images, ending_text
+from TrainingFactory.runs.episode_texts import format_ending, list_lines_with_images
 
 MAX_FLIPPED_TASKS = 50  # maximum flipped tasks per direction on a page
 
@@ -22,4 +22,4 @@ def comparison_page(
         for direction, flips in (("better", comparison.wins), ("worse", comparison.losses))
     ]
     context = {"sides": models, "found": comparisons, "parts": flip_groups, "decision": decision}
-    return render("compare.html.jinja", **context, conversation=conversation_with_images, ending=ending_text)
+    return render("compare.html.jinja", **context, conversation=list_lines_with_images, ending=format_ending)

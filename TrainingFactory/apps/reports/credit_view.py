@@ -19,7 +19,7 @@ from TrainingFactory.apps.reports.pages import render
 from TrainingFactory.data.packing import make_batch
 from TrainingFactory.data.samples import to_samples, turn_spans
 from TrainingFactory.protocols import Algorithm
-from TrainingFactory.runs.episode_texts import reward_text
+from TrainingFactory.runs.episode_texts import format_reward
 from TrainingFactory.training.filters import make_rows_by_role
 from TrainingFactory.types import Sample, Trajectory, Turn
 
@@ -140,7 +140,7 @@ class Credit:
 
     def page(self, title: str) -> str:
         """Return a self-contained HTML page; `title` says which episodes it shows."""
-        return render("credit.html.jinja", title=title, credit=self, levels=LEVELS, reward_text=reward_text)
+        return render("credit.html.jinja", title=title, credit=self, levels=LEVELS, reward_text=format_reward)
 
     def _repr_html_(self) -> str:
         """Return the first groups for a notebook."""
@@ -150,7 +150,7 @@ class Credit:
             groups=self.groups[:MAX_CELL_GROUPS],
             left=max(0, len(self.groups) - MAX_CELL_GROUPS),
             levels=LEVELS,
-            reward_text=reward_text,
+            reward_text=format_reward,
         )
 
     def level(self, value: float | None) -> int:

@@ -73,7 +73,7 @@ def credit_title(run: RunFolder, step: int) -> str:
 def resolve_step(run: RunFolder, step: int | None, task: str | None) -> int:
     """Return `step`; if it is None, the last step with `task`. Raise ValueError if the step has no episodes of the
     task."""
-    config, step_tasks = run.config, run.consumed_tasks()
+    config, step_tasks = run.config, run.read_consumed_tasks()
     algorithm = config.training.algorithm
     if not KINDS[algorithm].samples:
         raise ValueError(f"run {run.name} uses {algorithm}, which trains on a dataset: it has no episodes")

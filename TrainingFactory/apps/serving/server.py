@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from TrainingFactory.agent_api.dialects.base import ResponseHead
-from TrainingFactory.agent_api.dialects.routes import ROUTES, Route
+from TrainingFactory.agent_api.dialects.routes import API_ROUTES, Route
 from TrainingFactory.agent_api.turns.requests import ParsedRequest, check_body_size
 from TrainingFactory.agent_api.turns.responses import (
     OnPartial,
@@ -67,7 +67,7 @@ class ChatServer:
 
     def api(self, key: str | None = None, local: bool = True) -> Api:
         api = Api(key, local)
-        for route in ROUTES:
+        for route in API_ROUTES:
             api.post(route.path, partial(self.answer, route), route.dialect)
         api.get("/v1/models", self.models)
         api.get("/health", self.health, needs_key=False)

@@ -9,7 +9,7 @@ from TrainingFactory.apps.reports.pages import render
 from TrainingFactory.apps.views.run_tables import list_state_rows
 from TrainingFactory.apps.views.runs import findings
 from TrainingFactory.common.charts import Chart, Curve
-from TrainingFactory.runs.episode_texts import best_and_worst, conversation_with_images, ending_text
+from TrainingFactory.runs.episode_texts import format_ending, list_lines_with_images, pick_best_and_worst
 from TrainingFactory.runs.folder import CONFIG, TRAJECTORIES, RunFolder
 from TrainingFactory.types import Trajectory
 
@@ -39,7 +39,7 @@ def render_run_page(run: RunFolder) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in run.run_info["versions"].items())
     rows = [*list_state_rows(run), ("versions", versions)]
     episodes = [
-        (name, conversation_with_images(episode), ending_text(episode))
+        (name, list_lines_with_images(episode), format_ending(episode))
         for name, episode in sample_episodes(run)
     ]
     return render(
@@ -81,10 +81,10 @@ def extract_points(metrics: MetricRows, metric: str) -> list[tuple[float, float]
 
 def sample_episodes(run: RunFolder) -> list[tuple[str, Trajectory]]:
     """Return the best and the worst recorded episode of the first and of the last step."""
-    if not (run.path / TRAJECTORIES).is_file() or not (steps := run.consumed_tasks()):
+    if not (run.path / TRAJECTORIES).is_file() or not (steps := run.read_consumed_tasks()):
         return []
     episodes: list[tuple[str, Trajectory]] = []
     for step in dict.fromkeys((min(steps), max(steps))):
-        for rank, episode in best_and_worst(run.episodes(step)).items():
+        for rank, episode in pick_best_and_worst(run.episodes(step)).items():
             episodes.append((f"Step {step}, {rank}: task {episode.task.id}", episode))
     return episodes

@@ -31,7 +31,7 @@ from TrainingFactory.data.disk import read_small_file
 from TrainingFactory.evaluation.records import read_records
 from TrainingFactory.registry.lineage import describe_node, get_parent, list_ancestors, origin, read_tools
 from TrainingFactory.runs import folder as run_files
-from TrainingFactory.runs.annotations import ANNOTATIONS, read_annotations
+from TrainingFactory.runs.annotations import ANNOTATIONS_FILE, read_annotations
 from TrainingFactory.runs.folder import CONFIG, ENVIRONMENT, FINDINGS, METRICS, STATUS, RunFolder, is_run
 from TrainingFactory.tools.recording import SPECS_FILE
 
@@ -45,7 +45,7 @@ LISTED_METRICS = (
 )  # fmt: skip
 NUMBERS = (int, float)
 # Files that a row is computed from; the last one is no progress of the run.
-WATCHED_FILES = (METRICS, STATUS, CONFIG, ENVIRONMENT, FINDINGS, run_files.EVALUATIONS, ANNOTATIONS)
+WATCHED_FILES = (METRICS, STATUS, CONFIG, ENVIRONMENT, FINDINGS, run_files.EVALUATIONS, ANNOTATIONS_FILE)
 BASE_MODEL = "the base model"
 UNLISTED_OPTIONS = ("logging.", "registry.")  # of a row: where results go, not how they come about
 MAX_OPTION_CHARS = 80  # characters of an option's value in a row
@@ -160,7 +160,7 @@ def _make_run_row(run: RunFolder, cached_run: _CachedRun, updated_at: float) -> 
     with problems.reading(run_files.EVALUATIONS):
         if config is not None and row.state != "running":  # a running run's own evaluations are the newest
             row.heldout = _find_newest_evaluation(run, row.heldout, config) or row.heldout
-    with problems.reading(ANNOTATIONS):
+    with problems.reading(ANNOTATIONS_FILE):
         annotations = read_annotations(run)
         row.archived, row.tags, row.note = annotations.archived, annotations.tags, annotations.note
     with problems.reading(ENVIRONMENT):
@@ -242,7 +242,7 @@ def findings(run: RunFolder, notify: Callable[[str], None] = lambda _: None) -> 
     """Return each finding of a run once, with the steps of its last occurrence. `notify` gets a text for each invalid
     row."""
     rows: dict[str, shapes.FindingRow] = {}
-    for row_number, record in enumerate(run.findings(), 1):
+    for row_number, record in enumerate(run.read_findings(), 1):
         try:
             earlier_row = rows.get(record["name"])
             if not record.get("gone"):

@@ -16,7 +16,7 @@ from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.integrations.hello_agents import datasets
 from TrainingFactory.models.names import BUILTIN, resolve_model_name
 from TrainingFactory.resolve.model_names import ADAPTER, find_model
-from TrainingFactory.runs.tracking import PlainLines, metrics_line
+from TrainingFactory.runs.tracking import PlainLines, format_metrics_line
 from TrainingFactory.trainers.trl_keywords import VALUE_MAP
 
 if TYPE_CHECKING:  # torch, which takes seconds
@@ -54,7 +54,7 @@ class DetailedLoggingCallback(PlainLines):
         total, epochs = self.total_steps or total, self.num_epochs or 1
         if step % self.logging_steps == 0 or step == total:
             epoch = min(epochs, max(1, math.ceil(epochs * step / total)))
-            self.say(f"Epoch {epoch}/{epochs} | Step {step}/{total} | {metrics_line(metrics)}")
+            self.say(f"Epoch {epoch}/{epochs} | Step {step}/{total} | {format_metrics_line(metrics)}")
 
 
 def pick_row_reader(algorithm: str) -> datasets.Reader:
