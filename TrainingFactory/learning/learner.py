@@ -90,7 +90,7 @@ class Learner:
         self.sharing = all(
             run(module, partial(_can_share_prefixes, get_causal_lm(module), vision)) for module in models
         )
-        self._weights = MixedPrecision(self._named_parameters())
+        self._weights = MixedPrecision(self._iterate_parameters())
         named_masters = list(zip(self._weights.names, self._weights.masters, strict=True))
         self._critic_weights = [weight for name, weight in named_masters if name.startswith(CRITIC_PREFIXES)]
         self._policy_weights = [
@@ -100,7 +100,7 @@ class Learner:
         if not self.optimizers:
             raise ValueError("The model has no trainable weights")
 
-    def _named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    def _iterate_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         yield from self.model.named_parameters()
         for prefix, module in (("head", self.head), ("critic", self.critic)):
             if module is not None:

@@ -131,7 +131,7 @@ class Outlines:
             if self._style is None:
                 raise ValueError("the chat template renders no tool calls, so this message cannot be written")
             calls = [self.outline_call(call, texts) for call in message.tool_calls]
-            outline = self._style.outline(calls, content)
+            outline = self._style.make_outline(calls, content)
         if message.reasoning:
             outline[self._thought_key] = self.mark(message.reasoning.strip("\n"), texts)
         if message.role == "tool":

@@ -29,7 +29,7 @@ class CallStyle:
     has_text_arguments: bool  # JSON text instead of an object
     empty_content: str | None  # the value of `content` if there is none
 
-    def outline(self, calls: Sequence[ToolCall], content: str = "") -> dict[str, Any]:
+    def make_outline(self, calls: Sequence[ToolCall], content: str = "") -> dict[str, Any]:
         tool_calls = []
         for index, call in enumerate(calls):
             as_text = self.has_text_arguments
@@ -124,7 +124,7 @@ def find_call_styles(template: ChatTemplate) -> list[CallStyle]:
     styles = dict[str, CallStyle]()
     for style in (CallStyle(as_text, empty) for as_text in (False, True) for empty in (None, "")):
         try:
-            turn = style.outline([ToolCall(name, {"a": argument})])
+            turn = style.make_outline([ToolCall(name, {"a": argument})])
             text = template.render([make_user_turn("m"), turn], header=False)
         except ValueError:
             continue
@@ -137,7 +137,7 @@ def renders_one_call(template: ChatTemplate, style: CallStyle) -> bool:
     """Return whether the template drops every call of a turn but one (gpt-oss)."""
     names = template.marks[1], template.marks[2]
     try:
-        turn = style.outline([ToolCall(name, {}) for name in names])
+        turn = style.make_outline([ToolCall(name, {}) for name in names])
         text = template.render([make_user_turn("m"), turn], header=False)
     except ValueError:
         return False  # it has its own error for a second call
@@ -195,7 +195,7 @@ def find_calls_end(
     """Return the control token that ends a turn with tool calls; None if that token also occurs inside the turn, as
     Gemma 4's does."""
     try:
-        turns = [style.outline([ToolCall("f", {"a": "b"})] * count) if style else {} for count in (1, 2)]
+        turns = [style.make_outline([ToolCall("f", {"a": "b"})] * count) if style else {} for count in (1, 2)]
         user_turn = make_user_turn("m")
         one_call, two_calls = (template.render([user_turn, turn], header=False).rstrip() for turn in turns)
     except ValueError:
@@ -262,7 +262,7 @@ def make_renderer(template: ChatTemplate, context: str, style: CallStyle | None)
         call = calls.get(context)
         turn = {"role": "assistant", "content": "m"}
         if style:
-            turn = style.outline([call or ToolCall("f", {"a": "b"})])
+            turn = style.make_outline([call or ToolCall("f", {"a": "b"})])
         conversation = [make_user_turn("m")]
         if context == "system":
             conversation = [{"role": "system", "content": text}, make_user_turn("m")]
@@ -310,7 +310,11 @@ def render_continuation(
             ToolCall(placeholders[3 + 2 * index], {"a": placeholders[1]})
             for index in tool_indices[:num_calls]
         ]
-        turn = style.outline(calls) if style and calls else {"role": "assistant", "content": placeholders[1]}
+        turn = (
+            style.make_outline(calls)
+            if style and calls
+            else {"role": "assistant", "content": placeholders[1]}
+        )
         reply_messages: list[dict[str, Any]] = []
         mark_numbers = count_from(2 + 2 * len(replies))
         # mark 2 + 2i is the text of reply i, mark 3 + 2i the name of its tool
