@@ -32,7 +32,7 @@ from TrainingFactory.cluster.ray_places import RayEngineLauncher
 from TrainingFactory.cluster.ray_session import RaySession
 from TrainingFactory.envs import SearchEnvironment
 from TrainingFactory.models import chat_format, load_model
-from TrainingFactory.models.names import BUILTIN
+from TrainingFactory.models.names import TINY_ID
 from TrainingFactory.protocols import Sampler
 from TrainingFactory.rollout import RolloutEngine
 from TrainingFactory.sampling import NativeEngine
@@ -129,7 +129,7 @@ def main() -> None:
     given = arguments(__doc__, 12).parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        model = given.model or (warm_start(Path(folder)) if given.steps else Path(BUILTIN))
+        model = given.model or (warm_start(Path(folder)) if given.steps else Path(TINY_ID))
         found = asyncio.run(on_ray(model, 9))
         print(json.dumps(found), flush=True)
         slow = (

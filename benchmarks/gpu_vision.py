@@ -33,7 +33,7 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.packing import make_batch
 from TrainingFactory.envs.builtin.screen import Screens
 from TrainingFactory.models import LoadedModel
-from TrainingFactory.models.tiny import tiny_tokenizer, tiny_vl_model
+from TrainingFactory.models.tiny import make_tiny_vl_model, tiny_tokenizer
 from TrainingFactory.models.vision import Vision, open_vision
 from TrainingFactory.sampling import NativeEngine
 from TrainingFactory.types import Image, Sample, SamplingParams, Weights
@@ -96,7 +96,7 @@ def make_model(size: str, device: str) -> LoadedModel:
         size={"shortest_edge": 4096, "longest_edge": 1 << 24},
     )
     if size == "tiny":
-        model = tiny_vl_model(tokenizer).to(device)
+        model = make_tiny_vl_model(tokenizer).to(device)
         return LoadedModel(size, model.eval(), tokenizer, (), open_vision(model, processor, tokenizer))
     token = tokenizer.convert_tokens_to_ids
     ids = {
@@ -168,7 +168,7 @@ class Timer:
 def measure_encoding(loaded: LoadedModel, count: int, device: str) -> dict[str, float]:
     vision, model = loaded.vision, loaded.model
     assert isinstance(vision, Vision)
-    rows = [np.array(vision.ids(image)) for image in screens(count, 1)]
+    rows = [np.array(vision.get_image_ids(image)) for image in screens(count, 1)]
     found: dict[str, float] = {"images": count, "tokens": len(rows[0])}
     for _ in range(2):  # the first warms up
         with Timer(device) as prepare:
@@ -177,10 +177,10 @@ def measure_encoding(loaded: LoadedModel, count: int, device: str) -> dict[str, 
         vision.clear_cache()
         with Timer(device) as alone, torch.no_grad():
             for row in rows:
-                vision.model_inputs(model, row[None])
+                vision.make_model_inputs(model, row[None])
         with Timer(device) as together, torch.no_grad():
             for start in range(0, count, TOGETHER):
-                vision.model_inputs(
+                vision.make_model_inputs(
                     model, np.concatenate(rows[start : start + TOGETHER])[None], bypass_cache=True
                 )
     found |= {"prepare_s": prepare.seconds, "images_per_second": count / alone.seconds}
@@ -207,7 +207,7 @@ class Episodes:
             return [rng.randrange(vocabulary) for _ in range(length)]
 
         def picture() -> list[int]:
-            return text(image_tokens) if vision is None else vision.ids(next(pictures))
+            return text(image_tokens) if vision is None else vision.get_image_ids(next(pictures))
 
         prompts = [text(BEFORE) + picture() + text(AFTER) for _ in range(groups)]
         self.prompts = [prompts[number // SIBLINGS] for number in range(count)]

@@ -36,7 +36,7 @@ import torch
 
 from benchmarks.memory import peak_mib
 from TrainingFactory.algorithms.dpo import DPO
-from TrainingFactory.algorithms.preferences import best_and_worst
+from TrainingFactory.algorithms.preferences import pick_best_and_worst
 from TrainingFactory.algorithms.sft import SFT
 from TrainingFactory.data.samples import to_samples
 from TrainingFactory.learning.learner import Learner
@@ -107,7 +107,7 @@ def trl_rows(case: str, groups: Groups) -> list[dict[str, Any]]:
     rows = []
     for group in groups:
         if case == "dpo":
-            pair = best_and_worst(group)
+            pair = pick_best_and_worst(group)
             assert pair is not None
             chosen, rejected = (side.turns[0] for side in pair)
             rows.append({

@@ -35,7 +35,7 @@ WARM_UP = 2
 def make_side(name: str, args: argparse.Namespace) -> Learner:
     model = make_model(args.real, args.device)
     reference = copy.deepcopy(model).requires_grad_(False) if args.offload else None
-    processes = ShardedProcesses(model.device, offload=args.offload) if name == "sharded" else None
+    processes = ShardedProcesses(model.device, offloads_frozen=args.offload) if name == "sharded" else None
     for each in (model, reference) if processes is not None else ():  # as a run loads it
         _ = each is None or each.cpu()
     return Learner(

@@ -24,7 +24,7 @@ Baseline = Literal["group", "rloo", "none"]
 Credit = Literal["trajectory", "turn"]
 
 OVERLONG_PENALTY = "overlong_penalty"  # name of the reward part; the penalty is subtracted from the outcome
-TOLERANCE = 1e-6  # relative to the largest reward: smaller differences count as equal
+REWARD_TOLERANCE = 1e-6  # relative to the largest reward: smaller differences count as equal
 
 
 def make_reward_tables(trajectories: Sequence[Trajectory]) -> tuple[np.ndarray, np.ndarray]:
@@ -41,10 +41,10 @@ def make_reward_tables(trajectories: Sequence[Trajectory]) -> tuple[np.ndarray, 
 
 def are_rewards_equal(outcomes: np.ndarray) -> bool:
     """Return whether the outcomes [n] are equal up to rounding."""
-    return bool(np.ptp(outcomes) <= TOLERANCE * np.abs(outcomes).max())
+    return bool(np.ptp(outcomes) <= REWARD_TOLERANCE * np.abs(outcomes).max())
 
 
-def returns_to_go(outcomes: np.ndarray, step_rewards: np.ndarray, credit: Credit) -> np.ndarray:
+def compute_returns(outcomes: np.ndarray, step_rewards: np.ndarray, credit: Credit) -> np.ndarray:
     """Return the returns R of outcomes [..., n] and step rewards [..., n, T]: [..., n, T], or [..., n, 1] with credit
     `trajectory`."""
     rewards_to_go = np.flip(np.cumsum(np.flip(step_rewards, -1), -1), -1)
@@ -58,12 +58,12 @@ def compute_advantages(
     divides by the standard deviation (n - 1 in the denominator) of the members' total rewards; where these are equal,
     all advantages are zero."""
     group_size = outcomes.shape[-1]
-    returns = returns_to_go(outcomes, step_rewards, credit)
+    returns = compute_returns(outcomes, step_rewards, credit)
     if baseline == "none":
         return returns * np.ones(step_rewards.shape[-1])
     distance = returns - returns.mean(-2, keepdims=True)
     # Differences below this are rounding errors; dividing by their deviation would scale them up to a reward's size.
-    tolerance = TOLERANCE * (np.abs(outcomes) + np.abs(step_rewards).sum(-1)).max(-1)[..., None, None]
+    tolerance = REWARD_TOLERANCE * (np.abs(outcomes) + np.abs(step_rewards).sum(-1)).max(-1)[..., None, None]
     distance = np.where(np.abs(distance) > tolerance, distance, 0.0) * np.ones(step_rewards.shape[-1])
     if baseline == "rloo":
         distance = distance * (group_size / (group_size - 1))

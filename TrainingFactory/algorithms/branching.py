@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from TrainingFactory.algorithms.advantages import TOLERANCE, Baseline
+from TrainingFactory.algorithms.advantages import REWARD_TOLERANCE, Baseline
 from TrainingFactory.types import Trajectory
 
 
@@ -126,7 +126,7 @@ def compute_tree_advantages(
     fill_branches(root_branches, 0, 1.0)
     if baseline == "none":
         return turn_table
-    turn_table.advantages[np.abs(turn_table.advantages) <= TOLERANCE * np.abs(returns).max()] = 0.0
+    turn_table.advantages[np.abs(turn_table.advantages) <= REWARD_TOLERANCE * np.abs(returns).max()] = 0.0
     if baseline == "group":  # one factor for all forks, as without them: the direction stays that of `rloo`
         turn_table.advantages[:] *= (len(root_branches) - 1) / len(root_branches)
     if scale:

@@ -35,15 +35,15 @@ class Correction:
     anchored: bool = False  # zero stale tokens that already moved beyond the clip
 
 
-def importance_weights(
+def compute_importance_weights(
     tokens: TrainedTokens,
     correction: Correction | None,
     clip: tuple[float, float] | None = None,
-    per_sequence: bool = False,
+    uses_sequence_ratios: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | float, dict[str, float]]:
     """Return the log-probs in the denominator of the policy ratio, the weights of the tokens, and metrics that are
-    summed over packs. `clip`: the loss's bounds below and above 1; None if it has none. `per_sequence`: the loss uses
-    sequence ratios."""
+    summed over packs. `clip`: the loss's bounds below and above 1; None if it has none. `uses_sequence_ratios`: of the
+    loss."""
     if correction is None:
         return tokens.sampled_logprobs, 1.0, {}
     assert tokens.old_logprobs is not None
@@ -51,7 +51,7 @@ def importance_weights(
     is_shifted = torch.zeros_like(log_ratio, dtype=torch.bool)
     if correction.anchored and clip is not None:
         mean_log_ratio = (tokens.sum_per_episode(log_ratio) / tokens.lengths)[tokens.episode_ids]
-        drift = compute_ratio(mean_log_ratio if per_sequence else log_ratio)
+        drift = compute_ratio(mean_log_ratio if uses_sequence_ratios else log_ratio)
         is_shifted = torch.where(tokens.advantages > 0, drift > 1 + clip[1], drift < 1 - clip[0])
         is_shifted &= tokens.advantages != 0
     if correction.level == "sequence":

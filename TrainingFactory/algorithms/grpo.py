@@ -32,12 +32,12 @@ from TrainingFactory.algorithms.advantages import (
     Credit,
     are_rewards_equal,
     compute_advantages,
+    compute_returns,
     make_reward_tables,
-    returns_to_go,
 )
 from TrainingFactory.algorithms.base import BaseAlgorithm, whiten_advantages
 from TrainingFactory.algorithms.branching import EpisodeTrees, TurnTable, compute_tree_advantages, has_forks
-from TrainingFactory.algorithms.correction import Correction, importance_weights
+from TrainingFactory.algorithms.correction import Correction, compute_importance_weights
 from TrainingFactory.algorithms.policy_loss import Estimator, clip_objective, compute_ratio, estimate_kl
 from TrainingFactory.algorithms.state_groups import compute_state_advantages
 from TrainingFactory.algorithms.trained_tokens import TrainedTokens
@@ -135,7 +135,7 @@ class GRPO(BaseAlgorithm):
         )
         if self.state_groups:
             members = range(len(scored_trajectories))
-            returns = returns_to_go(outcomes, step_rewards, self.credit) * np.ones(step_rewards.shape)
+            returns = compute_returns(outcomes, step_rewards, self.credit) * np.ones(step_rewards.shape)
             turn_table = TurnTable([*members], np.ones(step_rewards.shape), returns, turn_advantages)
             turn_advantages = self._add_state_advantages(scored_trajectories, turn_table)
         if not is_ungrouped and not turn_advantages.any():
@@ -161,7 +161,7 @@ class GRPO(BaseAlgorithm):
         for index, leaf in enumerate(leaves):
             is_trained = self.train_truncated or leaf.status != "truncated"
             trained_mask[index, : len(leaf.turns)] = [is_trained and not turn.masked for turn in leaf.turns]
-        returns = returns_to_go(outcomes, step_rewards, self.credit) * np.ones(step_rewards.shape)
+        returns = compute_returns(outcomes, step_rewards, self.credit) * np.ones(step_rewards.shape)
         table = compute_tree_advantages(trees, returns, trained_mask, baseline, self.scale_rewards)
         advantages = self._add_state_advantages(leaves, table) if self.state_groups else table.advantages
         if baseline != "none" and not advantages.any():
@@ -172,9 +172,7 @@ class GRPO(BaseAlgorithm):
         for index, leaf in enumerate(leaves):
             num_turns = len(leaf.turns)
             leaf_rows = to_samples(
-                leaf,
-                advantages[index, :num_turns].tolist(),
-                weights=weights[index, :num_turns].tolist(),
+                leaf, advantages[index, :num_turns].tolist(), weights=weights[index, :num_turns].tolist()
             )
             for row in leaf_rows:
                 row.episode = row.pair = episode_by_root.setdefault(trees.roots[index], leaf_rows[0].episode)
@@ -183,8 +181,8 @@ class GRPO(BaseAlgorithm):
 
     def _add_state_advantages(self, episodes: Sequence[Trajectory], table: TurnTable) -> np.ndarray:
         """Return the advantages [n, T] plus the weighted advantages within the state groups."""
-        leave_out = self.advantage == "rloo"
-        state_terms = compute_state_advantages(episodes, table.values, table.weights, table.roots, leave_out)
+        is_rloo = self.advantage == "rloo"
+        state_terms = compute_state_advantages(episodes, table.values, table.weights, table.roots, is_rloo)
         return table.advantages + self.state_groups * state_terms
 
     def adjusted(self, group: Sequence[Trajectory]) -> list[Trajectory]:
@@ -214,7 +212,7 @@ class GRPO(BaseAlgorithm):
 
     def loss(self, tokens: TrainedTokens) -> tuple[torch.Tensor, dict[str, float]]:
         clip = (self.clip_low, self.clip_high) if self.loss_kind == "clip" else None
-        old_logprobs, weights, weight_metrics = importance_weights(
+        old_logprobs, weights, weight_metrics = compute_importance_weights(
             tokens, self.correction, clip, self.ratio == "sequence"
         )
         log_ratio = tokens.logprobs - old_logprobs

@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 
 from TrainingFactory.algorithms.base import MIN_DEVIATION, BaseAlgorithm, compute_moments, whiten_advantages
-from TrainingFactory.algorithms.correction import Correction, importance_weights
+from TrainingFactory.algorithms.correction import Correction, compute_importance_weights
 from TrainingFactory.algorithms.gae import compute_gae
 from TrainingFactory.algorithms.policy_loss import clip_objective, compute_ratio, estimate_kl
 from TrainingFactory.algorithms.trained_tokens import TrainedTokens
@@ -94,7 +94,9 @@ class PPO(BaseAlgorithm):
         pack.returns = (pack.advantages + pack.values).astype("float32")
 
     def loss(self, tokens: TrainedTokens) -> tuple[torch.Tensor, dict[str, float]]:
-        old_logprobs, weights, metrics = importance_weights(tokens, self.correction, (self.clip, self.clip))
+        old_logprobs, weights, metrics = compute_importance_weights(
+            tokens, self.correction, (self.clip, self.clip)
+        )
         ratio = compute_ratio(tokens.logprobs - old_logprobs)
         gain, is_clipped = clip_objective(ratio, tokens.advantages, self.clip, self.clip, self.clip_dual)
         value_loss = self._compute_value_loss(tokens)

@@ -15,7 +15,7 @@ def total_reward(trajectory: Trajectory) -> float:
     return ranking.sum_rewards(trajectory.reward)
 
 
-def best_and_worst(group: Sequence[Trajectory]) -> tuple[Trajectory, Trajectory] | None:
+def pick_best_and_worst(group: Sequence[Trajectory]) -> tuple[Trajectory, Trajectory] | None:
     """Return the best and the worst scored episode; None if all rewards are equal or fewer than two are scored."""
     scored_trajectories = (trajectory for trajectory in group if trajectory.reward is not None)
     return ranking.best_and_worst(scored_trajectories, total_reward)
@@ -27,7 +27,7 @@ def make_pair_samples(
     """Return the training rows of the group's best and worst episode. They have a common `pair`, and their labels are
     the episodes' rewards."""
     rows: list[Sample] = []
-    for trajectory in best_and_worst(group) or ():
+    for trajectory in pick_best_and_worst(group) or ():
         pair = rows[0].pair if rows else -1
         rows += to_samples(trajectory, turns=turns, tokens=tokens, pair=pair, label=total_reward(trajectory))
     return rows

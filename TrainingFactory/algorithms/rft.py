@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from TrainingFactory.algorithms.base import BaseAlgorithm
-from TrainingFactory.algorithms.correction import Correction, importance_weights
+from TrainingFactory.algorithms.correction import Correction, compute_importance_weights
 from TrainingFactory.algorithms.preferences import total_reward
 from TrainingFactory.algorithms.trained_tokens import TrainedTokens
 from TrainingFactory.data.packing import Batch
@@ -77,7 +77,7 @@ class RFT(BaseAlgorithm):
                 pack.advantages *= batch.tokens / total_weight
 
     def loss(self, tokens: TrainedTokens) -> tuple[torch.Tensor, dict[str, float]]:
-        _, weights, metrics = importance_weights(tokens, self.correction)
+        _, weights, metrics = compute_importance_weights(tokens, self.correction)
         return -(tokens.advantages * tokens.logprobs * weights).sum() / tokens.step_tokens, metrics
 
 

@@ -3,8 +3,8 @@ the same state are compared with each other:
 
     S[i, t] = V[i, t] - mean of V[j, u] over the task's turns (j, u) whose state is that of (i, t)
 
-V is the return from the turn on. The mean is over all turns of the state, or with `leave_out` over those of the other
-episodes, which do not depend on the turn's action. S is 0 where the mean is over no turn, or the state has no name.
+V is the return from the turn on. The mean is over all turns of the state, or with `excludes_own_tree` over those of
+other episodes, which do not depend on the turn's action. S is 0 where the mean is over no turn, or the state has none.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from TrainingFactory.algorithms.advantages import TOLERANCE
+from TrainingFactory.algorithms.advantages import REWARD_TOLERANCE
 from TrainingFactory.types import Trajectory
 
 
@@ -22,7 +22,7 @@ def compute_state_advantages(
     values: np.ndarray,
     weights: np.ndarray,
     roots: Sequence[int],
-    leave_out: bool,
+    excludes_own_tree: bool,
 ) -> np.ndarray:
     """Return S [n, T] for the values [n, T] of turns. `weights` [n, T] are the weights of the turns in the means. A
     turn that several episodes of a tree share has weight 0 in all but one of them. `roots` [n] are equal for the
@@ -38,10 +38,10 @@ def compute_state_advantages(
         members, turn_indices = (np.array(indices) for indices in zip(*turn_positions, strict=True))
         state_values, state_weights = values[members, turn_indices], weights[members, turn_indices]
         mask = np.ones((len(members), len(members)))
-        if leave_out:
+        if excludes_own_tree:
             mask = (tree_ids[members][:, None] != tree_ids[members]).astype(float)
         total_weights = mask @ state_weights
         mean = mask @ (state_weights * state_values) / np.where(total_weights > 0, total_weights, 1.0)
         state_advantages[members, turn_indices] = np.where(total_weights > 0, state_values - mean, 0.0)
-    state_advantages[np.abs(state_advantages) <= TOLERANCE * np.abs(values).max(initial=0.0)] = 0.0
+    state_advantages[np.abs(state_advantages) <= REWARD_TOLERANCE * np.abs(values).max(initial=0.0)] = 0.0
     return state_advantages

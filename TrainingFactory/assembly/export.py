@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from TrainingFactory.models.names import BUILTINS, resolve_model_name
+from TrainingFactory.models.names import TINY_IDS, resolve_model_name
 from TrainingFactory.registry.store import EXCLUDED
 from TrainingFactory.resolve.model_names import ADAPTER, TrainedBy, find_model, with_original_model
 
@@ -56,7 +56,7 @@ def export(
     exported.reward_model = (checkpoint / REWARD_HEAD_FILES[1]).is_file()
     if is_adapter:
         exported.base = model.name
-    if exported.kind == "adapter" and resolve_model_name(str(exported.base)) in BUILTINS:
+    if exported.kind == "adapter" and resolve_model_name(str(exported.base)) in TINY_IDS:
         raise ValueError(
             f"the adapter in {checkpoint} belongs to a built-in model, which other programs cannot load: "
             "export it merged"

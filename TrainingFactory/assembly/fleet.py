@@ -17,7 +17,7 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.problems import Problem
 from TrainingFactory.config.schema import ComputeSection
 from TrainingFactory.envs.self_play import is_self_play
-from TrainingFactory.models.names import BUILTINS, resolve_model_name
+from TrainingFactory.models.names import TINY_IDS, resolve_model_name
 from TrainingFactory.protocols import Sampler
 from TrainingFactory.types import EngineSpec
 
@@ -137,7 +137,7 @@ def _find_loadable_model(config: TrainingConfig) -> str | None:
         return None
     if folder.is_dir():
         return str(folder.resolve()) if any(folder.glob("model*.safetensors")) else None
-    return None if name in BUILTINS or folder.exists() or name.startswith("package:") else name
+    return None if name in TINY_IDS or folder.exists() or name.startswith("package:") else name
 
 
 def _make_fleet(

@@ -138,7 +138,7 @@ def image_bytes(
     layer. A trained one keeps the layers of all images of the pack for backward."""
     pack_image_tokens = images.share * num_tokens  # image tokens
     image_tokens = min(images.tokens, config.model.image_tokens)
-    cached_bytes = min(CACHE_BYTES, images.total * image_tokens * tower.outputs * itemsize)
+    cached_bytes = min(CACHE_BYTES, images.total * image_tokens * tower.num_outputs * itemsize)
     if config.model.train_tower:
         patches, tower_layers = math.ceil(pack_image_tokens * tower.patches), tower
         checkpointing = config.training.gradient_checkpointing
@@ -146,7 +146,7 @@ def image_bytes(
         patches, tower_layers = math.ceil(image_tokens * tower.patches), tower._replace(num_hidden_layers=1)
         checkpointing = False
     return {
-        "encoded images": cached_bytes + pack_image_tokens * tower.outputs * itemsize,
+        "encoded images": cached_bytes + pack_image_tokens * tower.num_outputs * itemsize,
         "vision activations": float(activation_bytes(tower_layers, patches, checkpointing, itemsize)),
     }
 

@@ -206,7 +206,7 @@ def make_learned_reward(context: RewardContext, options: Options) -> RewardFunct
             dtype=model.dtype,
             device=model.device,
             token_budget=context.config.training.token_budget,
-            score_together=not context.config.sampling.deterministic,
+            scores_together=not context.config.sampling.deterministic,
             trust_remote_code=model.trust_remote_code,
         )
     )

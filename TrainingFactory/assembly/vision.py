@@ -9,7 +9,7 @@ from TrainingFactory.assembly.fleet import samples_elsewhere
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.problems import Problem
 from TrainingFactory.data.examples import Examples
-from TrainingFactory.models.names import BUILTIN_VL, resolve_model_name
+from TrainingFactory.models.names import TINY_VL_ID, resolve_model_name
 from TrainingFactory.types import Message, Task
 
 
@@ -44,7 +44,7 @@ def check_vision(config: TrainingConfig) -> None:
     model, problem = config.model, None
     if model.train_tower and model.quantization != "none":
         problem = ("model", "train_tower"), "needs unquantized weights: set model.quantization=none"
-    if model.vision or resolve_model_name(model.name) == BUILTIN_VL:
+    if model.vision or resolve_model_name(model.name) == TINY_VL_ID:
         remedy = "and the model sees images, which only the native engine in the run's process samples: leave it out"
         if config.sampling.engine != "native":
             problem = ("sampling", "engine"), f"is {config.sampling.engine}, {remedy}"

@@ -109,31 +109,31 @@ def models(family: str | None = None, /, *, compat: bool = False) -> None:
             model_type, a hub id or a model folder.
         compat: Show which model families work with the engine, the learner, LoRA, quantization, vLLM and tools.
     """
-    from TrainingFactory.models.names import BUILTIN, SUPPORTED_MODELS, resolve_model_name
+    from TrainingFactory.models.names import SUPPORTED_MODELS, TINY_ID, resolve_model_name
 
     if compat or family is not None:
         _show_compatibility(family)
         return
     table(
-        [(BUILTIN, "built in, untrained")] + [(name, resolve_model_name(name)) for name in SUPPORTED_MODELS]
+        [(TINY_ID, "built in, untrained")] + [(name, resolve_model_name(name)) for name in SUPPORTED_MODELS]
     )
 
 
 def _show_compatibility(family_name: str | None) -> None:
     from TrainingFactory.common.starters import find_docs
-    from TrainingFactory.models.compatibility import COLUMNS, find_families, read_compatibility
+    from TrainingFactory.models.compatibility import COLUMN_HEADINGS, find_families, read_compatibility
 
     if family_name is None:
         families = read_compatibility().families
-        rows = [(family.key, *(family.cells[key].status for key in COLUMNS)) for family in families]
-        columns(["Family", *COLUMNS.values()], rows)
+        rows = [(family.key, *(family.cells[key].status for key in COLUMN_HEADINGS)) for family in families]
+        columns(["Family", *COLUMN_HEADINGS.values()], rows)
         note(f"Reasons and costs: tfactory models --compat FAMILY, or {find_docs('COMPATIBILITY.md')}")
         return
     for index, family in enumerate(find_families(family_name)):
         rows = [("", "")] if index else []
         rows += [("family", f"{family.name} ({family.key})"), ("model_type", family.model_type)]
         rows += [("built like", f"{family.released}: {family.features}")]
-        for key, heading in COLUMNS.items():
+        for key, heading in COLUMN_HEADINGS.items():
             cell = family.cells[key]
             rows.append((heading, f"{cell.status}: {cell.note}" if cell.note else cell.status))
         table(rows)

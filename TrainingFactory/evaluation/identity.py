@@ -13,7 +13,7 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.schema import ModelSection
 from TrainingFactory.data.disk import TRAINING_STATE_FILES, file_digest, read_checksums
 from TrainingFactory.evaluation.records import Conditions, ModelIdentity, digest_json, digest_tasks
-from TrainingFactory.models.names import BUILTINS, resolve_model_name
+from TrainingFactory.models.names import TINY_IDS, resolve_model_name
 from TrainingFactory.registry.store import combine_digests as digest_checksums
 from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.types import Task
@@ -100,7 +100,7 @@ def _digest_base(model: ModelSection) -> str:
         return digest_weights(path)
     if path.is_file():
         return f"sha256:{file_digest(path)}"
-    if model_name in BUILTINS:
+    if model_name in TINY_IDS:
         return f"{model_name}@{model.revision or 0}"
     if model_name.startswith("package:"):
         return model_name

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from TrainingFactory.data.packing import Pack, pack
 from TrainingFactory.learning.tree.attention import ATTENTION_NAME, TreePlan, tree_attention
 from TrainingFactory.learning.tree.flex import pad_to_blocks
-from TrainingFactory.learning.tree.layers import fused_layers
-from TrainingFactory.learning.tree.recurrent import segmented_layers, set_segments
+from TrainingFactory.learning.tree.layers import use_fused_layers
+from TrainingFactory.learning.tree.recurrent import set_segments, use_segmented_layers
 from TrainingFactory.models.recurrent import find_unsupported_types
 from TrainingFactory.types import Sample
 
@@ -41,7 +41,7 @@ def get_decoder(model: PreTrainedModel) -> Any:
 
 
 @contextlib.contextmanager
-def tree_mode(model: PreTrainedModel, is_enabled: bool = True) -> Iterator[None]:
+def use_trees(model: PreTrainedModel, is_enabled: bool = True) -> Iterator[None]:
     """Switch the model to tree attention inside the block, which must include backward passes, because they may run the
     layers again. Else keep the model's own attention, or select one that supports its soft-capped scores."""
     config = model.config.get_text_config()
@@ -51,8 +51,8 @@ def tree_mode(model: PreTrainedModel, is_enabled: bool = True) -> Iterator[None]
     use_fused = is_enabled and model.device.type == "cuda"
     try:
         with (
-            fused_layers(model, tree_attention) if use_fused else contextlib.nullcontext(),
-            segmented_layers(model) if is_enabled else contextlib.nullcontext(),
+            use_fused_layers(model, tree_attention) if use_fused else contextlib.nullcontext(),
+            use_segmented_layers(model) if is_enabled else contextlib.nullcontext(),
         ):
             yield
     finally:
@@ -60,14 +60,14 @@ def tree_mode(model: PreTrainedModel, is_enabled: bool = True) -> Iterator[None]
 
 
 def run_tree(model: PreTrainedModel, pack: Pack, vision: Vision | None = None) -> torch.Tensor:
-    """Return the hidden states [N, D], each token of the tree computed once. Call inside `tree_mode`."""
+    """Return the hidden states [N, D], each token of the tree computed once. Call inside `use_trees`."""
     num_tokens = len(pack.token_ids)
     set_segments(model, pack.nodes)
     pack = pad_to_blocks(pack) if model.device.type == "cuda" else pack
     ids, positions, image_inputs = pack.token_ids, pack.positions, {}
     if vision is not None:
         positions = _compute_rotary_positions(pack, vision) if vision.has_rope else positions
-        (ids,), image_inputs = vision.model_inputs(model, ids[None], bypass_cache=vision.is_trained)
+        (ids,), image_inputs = vision.make_model_inputs(model, ids[None], bypass_cache=vision.is_trained)
     ids, positions = (torch.from_numpy(array).to(model.device) for array in (ids, positions))
     return get_decoder(model)(
         input_ids=ids[None], position_ids=positions.unsqueeze(-2), use_cache=False,
@@ -82,8 +82,8 @@ def _compute_rotary_positions(pack: Pack, vision: Vision) -> np.ndarray:
     for node in pack.nodes:
         token_range = slice(node.start, node.start + node.length)
         start_position = node_ends[node.parent] if node.parent >= 0 else 0
-        positions[:, token_range], end_position = vision.rope(pack.token_ids[token_range], start_position)
-        node_ends.append(end_position)
+        positions[:, token_range], node_end = vision.compute_rope(pack.token_ids[token_range], start_position)
+        node_ends.append(node_end)
     return positions
 
 
@@ -98,10 +98,10 @@ def run_rows(model: PreTrainedModel, pack: Pack, vision: Vision | None = None) -
     ids, kwargs = pack.token_ids[indices], {}
     if vision is not None:
         ids[~is_token] = 0  # not an image
-        rope_positions = np.stack([vision.rope(row)[0] for row in ids], 1) if vision.has_rope else None
-        ids, kwargs = vision.model_inputs(model, ids, bypass_cache=vision.is_trained)
-        if rope_positions is not None:
-            kwargs["position_ids"] = torch.from_numpy(rope_positions).to(model.device)  # [3, n, T]
+        position_ids = np.stack([vision.compute_rope(row)[0] for row in ids], 1) if vision.has_rope else None
+        ids, kwargs = vision.make_model_inputs(model, ids, bypass_cache=vision.is_trained)
+        if position_ids is not None:
+            kwargs["position_ids"] = torch.from_numpy(position_ids).to(model.device)  # [3, n, T]
     input_ids = torch.from_numpy(ids).to(model.device)
     outputs = get_decoder(model)(input_ids=input_ids, use_cache=False, **kwargs)
     states = outputs.last_hidden_state.flatten(0, 1)
@@ -116,12 +116,12 @@ def get_output_head(model: PreTrainedModel) -> Head:
     scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
     logit_cap = getattr(config, "final_logit_softcapping", None)
 
-    def head(states: torch.Tensor) -> torch.Tensor:
+    def compute_logits(states: torch.Tensor) -> torch.Tensor:
         logits = linear(states)
         logits = logits if scale == 1.0 else logits * scale
         return logits if logit_cap is None else torch.tanh(logits / logit_cap) * logit_cap
 
-    return linear if scale == 1.0 and logit_cap is None else head
+    return linear if scale == 1.0 and logit_cap is None else compute_logits
 
 
 @torch.no_grad()
@@ -149,7 +149,7 @@ def get_sharing_problem(model: PreTrainedModel) -> str | None:
     if unsupported_types := find_unsupported_types(model, SHAREABLE_LAYER_TYPES):
         return f"it has {' and '.join(unsupported_types)} layers"
     model.eval()
-    with short_windows(model):
+    with shorten_windows(model):
         return _find_probe_problem(model)
 
 
@@ -160,13 +160,13 @@ def _find_probe_problem(model: PreTrainedModel) -> str | None:
     try:
         # With gradients, a GPU compiles here what training needs. Not with FSDP, which expects a backward afterwards.
         needs_grad = model.device.type == "cuda" and not hasattr(next(model.parameters()), "device_mesh")
-        with tree_mode(model), torch.set_grad_enabled(needs_grad):
+        with use_trees(model), torch.set_grad_enabled(needs_grad):
             tree_hidden = run_tree(model, tree_pack).detach()
     except Exception as error:  # third-party code may reject our keyword, or need another argument
         run_rows(model, row_pack)  # an aborted forward leaves its layer unsharded; a complete one reshards it
         return f"its layers do not run over a tree ({(str(error) or type(error).__name__).splitlines()[0]})"
     # The probe trains all tokens but the first, so `source` lists the positions of the rows' tokens.
-    with tree_mode(model, is_enabled=False):
+    with use_trees(model, is_enabled=False):
         row_hidden = run_rows(model, row_pack)[_get_row_positions(row_pack)]
     actual_hidden = tree_hidden[_get_row_positions(tree_pack)]
     num_layers = model.config.get_text_config().num_hidden_layers
@@ -178,7 +178,7 @@ def _find_probe_problem(model: PreTrainedModel) -> str | None:
 
 
 @contextlib.contextmanager
-def short_windows(model: PreTrainedModel) -> Iterator[None]:
+def shorten_windows(model: PreTrainedModel) -> Iterator[None]:
     """Shorten windows and chunks inside the block, so that the probe's rows exceed them. Different lengths stay
     different, so that the probe detects a layer whose mask and attention use different windows."""
     owners: list[Any] = [model.config.get_text_config(), *model.modules()]

@@ -24,7 +24,7 @@ from TrainingFactory.learning.forward import (
     get_sharing_problem,
     run_rows,
     run_tree,
-    tree_mode,
+    use_trees,
 )
 from TrainingFactory.learning.heads import ScalarHead
 from TrainingFactory.learning.logprobs import compute_token_logprobs
@@ -75,7 +75,7 @@ class Learner:
         # A GPU serialises the gradients of keys that all tokens attend to, so smaller trees are faster.
         self.split_above = 4096 if self.causal_lm.device.type == "cuda" else 0
         self.steps = 0
-        for module in self._trained_models() if gradient_checkpointing else ():
+        for module in self._get_trained_models() if gradient_checkpointing else ():
             get_causal_lm(module).gradient_checkpointing_enable({"use_reentrant": False})
         if reference is not None:
             reference.requires_grad_(False)
@@ -90,7 +90,7 @@ class Learner:
         self.sharing = all(
             run(module, partial(_can_share_prefixes, get_causal_lm(module), vision)) for module in models
         )
-        self._weights = MixedPrecision(self._named_parameters())
+        self._weights = MixedPrecision(self._iterate_parameters())
         named_masters = list(zip(self._weights.names, self._weights.masters, strict=True))
         self._critic_weights = [weight for name, weight in named_masters if name.startswith(CRITIC_PREFIXES)]
         self._policy_weights = [
@@ -100,18 +100,18 @@ class Learner:
         if not self.optimizers:
             raise ValueError("The model has no trainable weights")
 
-    def _named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    def _iterate_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         yield from self.model.named_parameters()
         for prefix, module in (("head", self.head), ("critic", self.critic)):
             if module is not None:
                 yield from ((f"{prefix}.{name}", param) for name, param in module.named_parameters())
 
-    def _trained_models(self) -> list[Any]:
+    def _get_trained_models(self) -> list[Any]:
         return [self.model] if self.critic is None else [self.model, self.critic]
 
     def _set_training(self, is_training: bool) -> None:
         """Set train or eval mode, which switches dropout and gradient checkpointing."""
-        for model in self._trained_models():
+        for model in self._get_trained_models():
             model.train(is_training)
 
     @torch.no_grad()
@@ -120,9 +120,8 @@ class Learner:
         values are computed with the current weights."""
         self._set_training(False)
         precomputed = {"reference"} if all(pack.reference is not None for pack in batch.packs) else set()
-        self._annotate_packs(
-            batch.packs, [field for field in ANNOTATED_FIELDS if field in needs - precomputed]
-        )
+        missing_fields = [field for field in ANNOTATED_FIELDS if field in needs - precomputed]
+        self._annotate_packs(batch.packs, missing_fields)
         self._annotate_packs(batch.mismatched, ["reference", "old"])
         return batch
 
@@ -152,8 +151,8 @@ class Learner:
             for pack in self.processes.take_local_packs(batch.packs):
                 # Around forward and backward: with gradient checkpointing the backward runs the layers again.
                 with contextlib.ExitStack() as stack:
-                    for model in self._trained_models():
-                        stack.enter_context(tree_mode(get_causal_lm(model), self.sharing))
+                    for model in self._get_trained_models():
+                        stack.enter_context(use_trees(get_causal_lm(model), self.sharing))
                     routing = stack.enter_context(self.routers.record_routing()) if self.routers else None
                     loss_value, pack_metrics = self._compute_pack_loss(pack, batch, loss, needs)
                     if routing is not None:
@@ -194,12 +193,7 @@ class Learner:
         return self.processes.sum_array(np.asarray(counts))
 
     def _compute_aux_loss_share(
-        self,
-        pack: Pack,
-        batch: Batch,
-        routing: Routing,
-        counts: np.ndarray | None,
-        metrics: dict[str, float],
+        self, pack: Pack, batch: Batch, routing: Routing, counts: np.ndarray | None, metrics: dict[str, float]
     ) -> tuple[torch.Tensor | float, np.ndarray]:
         """Return the pack's share of the auxiliary loss, and the load of each expert. Add the share to the metrics."""
         assert self.routers is not None
@@ -239,7 +233,7 @@ class Learner:
     def compute_states(self, pack: Pack, model: PreTrainedModel | None = None) -> torch.Tensor:
         """Return the hidden states [N, D] of the pack's tokens."""
         causal_lm = model or self.causal_lm
-        with tree_mode(causal_lm, self.sharing), self._offload_saved_tensors():
+        with use_trees(causal_lm, self.sharing), self._offload_saved_tensors():
             return (run_tree if self.sharing else run_rows)(causal_lm, pack, self.vision)
 
     def _offload_saved_tensors(self) -> contextlib.AbstractContextManager[object]:
@@ -281,11 +275,8 @@ class Learner:
                 token_logprobs, entropy = (
                     self.compute_logprobs(pack, states=states) if needs_logprobs else (empty, empty)
                 )
-            return (
-                token_logprobs,
-                entropy,
-                None if indices is None or self.critic is not None else apply_head(states),
-            )
+            scalars = None if indices is None or self.critic is not None else apply_head(states)
+            return token_logprobs, entropy, scalars
 
         if self.critic is None:
             return self.processes.run(self.model, run_policy)

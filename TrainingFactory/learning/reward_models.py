@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 from TrainingFactory.data.packing import make_batch
 from TrainingFactory.data.rewriting import rerender
 from TrainingFactory.data.samples import to_samples
-from TrainingFactory.learning.forward import get_causal_lm, get_sharing_problem, run_rows, run_tree, tree_mode
+from TrainingFactory.learning.forward import get_causal_lm, get_sharing_problem, run_rows, run_tree, use_trees
 from TrainingFactory.learning.heads import HEAD_FILE, REWARD_MODEL_FILE, ScalarHead, load_head
 from TrainingFactory.models import chat_format, load_model
 from TrainingFactory.models.vision import Vision
@@ -60,7 +60,7 @@ def read_reward_model_info(folder: Path) -> RewardModelInfo:
 
 class RewardScorer:
     """Scores episodes with a reward model; thread-safe. `chat` is its chat format: episodes in another format are
-    rewritten. Rounding depends on the batch; `score_together=False` scores one by one, for bit-identical scores."""
+    rewritten. Rounding depends on the batch; `scores_together=False` scores one by one, for bit-identical scores."""
 
     def __init__(
         self,
@@ -70,12 +70,12 @@ class RewardScorer:
         kind: Kind,
         *,
         token_budget: int = 16_384,
-        score_together: bool = True,
+        scores_together: bool = True,
         vision: Vision | None = None,
     ) -> None:
         self.kind: Kind = kind
         self._model, self._causal_lm, self._head, self._chat = model.eval(), get_causal_lm(model), head, chat
-        self._token_budget, self._score_together, self._vision = token_budget, score_together, vision
+        self._token_budget, self._scores_together, self._vision = token_budget, scores_together, vision
         sees_whole_images = vision is not None and vision.sees_whole_images
         self._sharing = get_sharing_problem(self._causal_lm) is None and not sees_whole_images
         self._lock = threading.Lock()
@@ -89,7 +89,7 @@ class RewardScorer:
         dtype: str = "auto",
         device: str = "auto",
         token_budget: int = 16_384,
-        score_together: bool = True,
+        scores_together: bool = True,
         trust_remote_code: bool = False,
     ) -> RewardScorer:
         """Load a reward model's checkpoint. Under an adapter, load `base` (None: the base named in the checkpoint)."""
@@ -119,13 +119,13 @@ class RewardScorer:
             chat,
             model_info.kind,
             token_budget=token_budget,
-            score_together=score_together,
+            scores_together=scores_together,
             vision=loaded_model.vision,
         )
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Reward]:
         """Score episodes; raise ValueError if one does not fit the chat template or is too long."""
-        if self._score_together:
+        if self._scores_together:
             scores = self.compute_scores(trajectories)
         else:
             scores = [self.compute_scores([trajectory])[0] for trajectory in trajectories]
@@ -143,7 +143,7 @@ class RewardScorer:
             samples = [row for rows in rows_by_episode for row in rows]
             row_scores: list[list[float]] = [[] for _ in samples]
             for pack in make_batch(samples, self._token_budget, self._sharing).packs:
-                with tree_mode(self._causal_lm, self._sharing):
+                with use_trees(self._causal_lm, self._sharing):
                     states = (run_tree if self._sharing else run_rows)(self._causal_lm, pack, self._vision)
                 positions = torch.from_numpy(pack.place).to(states.device)
                 outputs = self._head(states.index_select(0, positions)).tolist()

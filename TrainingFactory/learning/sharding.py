@@ -29,11 +29,11 @@ from TrainingFactory.types import Sample
 
 
 class ShardedProcesses(Processes):
-    """Collective operations over all ranks of torch.distributed. `offload` keeps frozen models in CPU memory."""
+    """Collectives over all ranks of torch.distributed. `offloads_frozen` keeps frozen models in CPU memory."""
 
-    def __init__(self, device: torch.device, offload: bool = False) -> None:
+    def __init__(self, device: torch.device, offloads_frozen: bool = False) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self._device, self._offload = device, offload and device.type == "cuda"
+        self._device, self._offloads_frozen = device, offloads_frozen and device.type == "cuda"
         self._select_device()
         self._mesh = init_device_mesh(device.type, (self.world_size,))
         self._root_modules: dict[int, _Root] = {}
@@ -46,7 +46,7 @@ class ShardedProcesses(Processes):
                 "model.quantization: cannot shard a quantized model. Set it to none, or compute.learners to 1"
             )
         is_frozen = not any(param.requires_grad for param in model.parameters())
-        offload_policy = CPUOffloadPolicy() if is_frozen and self._offload else OffloadPolicy()
+        offload_policy = CPUOffloadPolicy() if is_frozen and self._offloads_frozen else OffloadPolicy()
         root = self._root_modules[id(model)] = _Root(model, head)
         layer_types = set(causal_lm._no_split_modules or ())
         # Children before parents; the root last, with all weights outside the layers.

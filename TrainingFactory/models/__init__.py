@@ -16,7 +16,7 @@ __all__ = [
     "SUPPORTED_MODELS", "DeepSeekModel", "Family", "LlamaModel", "LoadedModel", "Qwen3Model", "TemplateChatFormat",
     "chat_format", "load_model", "register_family",
 ]  # fmt: skip
-_MODULES = {
+_NAMES_BY_MODULE = {
     "chat": ("TemplateChatFormat", "chat_format"),
     "faces": ("DeepSeekModel", "LlamaModel", "Qwen3Model"),
     "families": ("Family", "register_family"),
@@ -26,7 +26,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    for module_name, names in _MODULES.items():
+    for module_name, names in _NAMES_BY_MODULE.items():
         if name in names:
             return getattr(import_module(f"{__name__}.{module_name}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

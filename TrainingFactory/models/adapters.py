@@ -13,16 +13,16 @@ from TrainingFactory.models import composite
 from TrainingFactory.models.loading_errors import explain_errors
 
 
-def attach_adapter(model: Any, adapter: str, has_all_parts: bool = False) -> Any:
+def attach_adapter(model: Any, adapter_folder: str, has_all_parts: bool = False) -> Any:
     """Load a LoRA adapter into the model. `has_all_parts`: false if the model may be only the text part of a composite
     model, whose adapters have other module names."""
     from peft import PeftModel
 
-    folder = Path(adapter).expanduser()
+    folder = Path(adapter_folder).expanduser()
     for filename in ("adapter_config.json", "adapter_model.safetensors"):
         if not (folder / filename).is_file():
-            raise ValueError(f"model.adapter {adapter!r}: the folder has no {filename}")
-    problem = f"model.adapter {adapter!r} does not fit the model"
+            raise ValueError(f"model.adapter {adapter_folder!r}: the folder has no {filename}")
+    problem = f"model.adapter {adapter_folder!r} does not fit the model"
     explain = partial(explain_errors, problem, str(folder), {}, "adapter_config.json")
     with explain():
         peft_options = {} if has_all_parts else composite.make_adapter_options(folder)

@@ -36,7 +36,7 @@ class AssistantTurns:
         if style is None:
             raise ValueError("the chat template renders no tool calls")
         key = self.thought_style.key
-        turn = probes.render_body(self._template, self._prompt, style.outline(calls), tags, key)
+        turn = probes.render_body(self._template, self._prompt, style.make_outline(calls), tags, key)
         return self._strip_end(probes.remove_thought(turn, tags, self.prompt_opens_thought(tags)))
 
     def _strip_end(self, body: str) -> str:

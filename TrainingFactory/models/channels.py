@@ -11,14 +11,14 @@ import re
 from collections.abc import Sequence
 
 from TrainingFactory.models.forms import parse_value
-from TrainingFactory.models.parsers import make_call, malformed_call
+from TrainingFactory.models.parsers import make_call, make_malformed_call
 from TrainingFactory.types import Message, ToolCall, ToolSpec
 
 NEXT_MESSAGE = "<|start|>assistant"
 BODY_TAG = "<|message|>"
 _END_TAG = re.compile(r"<\|(?:end|return|call|eom|eot)\|>")
-_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
-_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT_PATTERN = re.compile(r"\bto=([^\s<]+)")
+_CHANNEL_PATTERN = re.compile(r"<\|channel\|>\s*(\w+)")
 _INVOKE_TAG = re.compile(r'<atem:invoke name="([^"]*)">(.*?)</atem:invoke>', re.DOTALL)
 _PARAMETER_TAG = re.compile(
     r'<atem:parameter name="([^"]*)">(.*?)</atem:parameter>(?=\s*(?:<atem:parameter |\Z))', re.DOTALL
@@ -34,7 +34,7 @@ def read_channels(text: str, tools: Sequence[ToolSpec] = ()) -> Message:
     for message_text in text.split(NEXT_MESSAGE):
         header, has_body, after_header = message_text.partition(BODY_TAG)
         body = _END_TAG.split(after_header)[0]
-        recipient_match, channel_match = _RECIPIENT.search(header), _CHANNEL.search(header)
+        recipient_match, channel_match = _RECIPIENT_PATTERN.search(header), _CHANNEL_PATTERN.search(header)
         recipient = recipient_match[1] if recipient_match else "user"
         if not has_body:  # a header that was cut
             continue
@@ -53,7 +53,7 @@ def _parse_calls(name: str, body: str, tools: Sequence[ToolSpec]) -> list[ToolCa
         return [make_call(name, body)]
     invocations = _INVOKE_TAG.findall(body)
     if not invocations:
-        return [malformed_call('the call needs <atem:invoke name="..."> and </atem:invoke>', name)]
+        return [make_malformed_call('the call needs <atem:invoke name="..."> and </atem:invoke>', name)]
     calls = []
     for invoked_name, parameters in invocations:
         schemas = next(

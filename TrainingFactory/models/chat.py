@@ -102,7 +102,7 @@ class TemplateChatFormat:
         self._write_calls: Callable[[Sequence[ToolCall]], str] | None = None
         if not can_read_calls or self._describe_misread():
             self._write_calls = self.family.calls_text
-        self._outlines.set_call_format(calls_as_json=self._write_calls is not None)
+        self._outlines.set_call_format(has_json_calls=self._write_calls is not None)
         self._no_tools_error = f"{detector.explain_no_tools(self.family, self._call_style)}; {TOOLS_ADVICE}"
         self._tools_error = (
             self._describe_misread() if requested_family or can_read_calls else self._no_tools_error

@@ -14,7 +14,7 @@ from TrainingFactory.models.names import resolve_model_name
 
 COMPATIBILITY_FILE = Path(__file__).with_name("compatibility.json")
 # key in the data file -> heading
-COLUMNS = {
+COLUMN_HEADINGS = {
     "engine": "Engine",
     "learner": "Shared prefixes",
     "lora": "LoRA",
@@ -40,11 +40,13 @@ class FamilySupport:
     architecture: str
     released: str  # a checkpoint of the family on the hub
     features: str
-    cells: dict[str, Cell]  # by key of COLUMNS
+    cells: dict[str, Cell]  # by key of COLUMN_HEADINGS
 
-    def notes(self) -> Iterator[tuple[str, Cell]]:
+    def iterate_notes(self) -> Iterator[tuple[str, Cell]]:
         """Yield heading and result of each check that has a note."""
-        yield from ((heading, self.cells[key]) for key, heading in COLUMNS.items() if self.cells[key].note)
+        yield from (
+            (heading, self.cells[key]) for key, heading in COLUMN_HEADINGS.items() if self.cells[key].note
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ def read_compatibility(path: Path = COMPATIBILITY_FILE) -> Compatibility:
     table: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     families = []
     for row in table["families"]:
-        cells = {column: Cell(**row.pop(column)) for column in COLUMNS}
+        cells = {column: Cell(**row.pop(column)) for column in COLUMN_HEADINGS}
         families.append(FamilySupport(**row, cells=cells))
     return Compatibility(table["versions"], families)
 

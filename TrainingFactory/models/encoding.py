@@ -20,13 +20,13 @@ from tokenizers import Tokenizer, pre_tokenizers
 
 from TrainingFactory.common.texts import replace_surrogates
 
-MARKUP = re.compile(r"[<\[{|｜].*[>\]}|｜]", re.DOTALL)
+MARKUP_PATTERN = re.compile(r"[<\[{|｜].*[>\]}|｜]", re.DOTALL)
 # The character of each byte in byte-level tokenizers: its own if printable, else the next free one after 255.
 _ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 _BYTE_MAP = dict(zip(_ALPHABET, sorted(range(256), key=lambda byte: chr(byte) not in _ALPHABET), strict=True))
 T = TypeVar("T")
 MAX_SHORT_CHARS = 2_000  # characters; longer outlines of a turn contain a text of that turn and do not recur
-CANARY = "Hello world,  f(x):\n\treturn '<b>wörld</b> 你好'\n\n"
+CANARY_TEXT = "Hello world,  f(x):\n\treturn '<b>wörld</b> 你好'\n\n"
 
 
 class ControlToken(NamedTuple):
@@ -38,8 +38,8 @@ class ControlToken(NamedTuple):
 def decodes_unchanged(tokenizer: Tokenizer) -> bool:
     """Return whether encoding and decoding returns the canary text unchanged. The canary contains the characters that
     tokenizers tend to lose, such as double spaces and accents."""
-    ids = tokenizer.encode(CANARY, add_special_tokens=False).ids
-    return tokenizer.decode(ids, skip_special_tokens=False) == CANARY
+    ids = tokenizer.encode(CANARY_TEXT, add_special_tokens=False).ids
+    return tokenizer.decode(ids, skip_special_tokens=False) == CANARY_TEXT
 
 
 class TextEncoder:
@@ -54,7 +54,7 @@ class TextEncoder:
         self.control_texts: dict[str, int] = {
             text: token["id"]
             for text, token in added_tokens.items()
-            if text and (token["special"] or MARKUP.fullmatch(text))
+            if text and (token["special"] or MARKUP_PATTERN.fullmatch(text))
         }
         tokenizer_state["added_tokens"] = [
             token for text, token in added_tokens.items() if text not in self.control_texts
@@ -64,7 +64,7 @@ class TextEncoder:
         self._plain_tokenizer = Tokenizer.from_str(json.dumps(tokenizer_state))
         self._whole_tokenizer = backend
         is_byte_level = (tokenizer_state["decoder"] or {}).get("type") == "ByteLevel"
-        self._get_token_bytes = lru_cache(maxsize=None)(self._token_bytes) if is_byte_level else None
+        self._get_token_bytes = lru_cache(maxsize=None)(self._read_token_bytes) if is_byte_level else None
         # The clone renumbers the remaining added tokens, except those that are in the vocabulary itself.
         get_new_id, text_tokens = self._plain_tokenizer.token_to_id, tokenizer_state["added_tokens"]
         self._original_ids = {get_new_id(token["content"]): token["id"] for token in text_tokens}
@@ -77,10 +77,10 @@ class TextEncoder:
         self._joined_controls = "\0".join(["", *self.control_texts, ""])
         self._control_words = {_extract_word(text) for text in self.control_texts} - {""}
         self._longest_control = max(map(len, self.control_texts), default=0)
-        ids = self._encode(CANARY)
-        if self.decode(ids) != CANARY and tokenizer.unk_token_id not in ids:
+        ids = self._encode(CANARY_TEXT)
+        if self.decode(ids) != CANARY_TEXT and tokenizer.unk_token_id not in ids:
             raise ValueError(
-                f"the tokenizer changes texts: {CANARY!r} is decoded as {self.decode(ids)!r}. Check that its "
+                f"the tokenizer changes texts: {CANARY_TEXT!r} is decoded as {self.decode(ids)!r}. Check that its "
                 "tokenizer.json fits the tokenizer_class in tokenizer_config.json and belongs to a language model"
             )
 
@@ -120,7 +120,7 @@ class TextEncoder:
             return b"".join(map(self._get_token_bytes, token_ids)).decode("utf-8", errors="replace")
         return self._whole_tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
-    def _token_bytes(self, token_id: int) -> bytes:
+    def _read_token_bytes(self, token_id: int) -> bytes:
         text = self._whole_tokenizer.id_to_token(token_id) or ""
         return bytes(map(_BYTE_MAP.__getitem__, text)) if _BYTE_MAP.keys() >= set(text) else text.encode()
 

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from TrainingFactory.models.parsers import (
-    DECODER,
+    JSON_DECODER,
     MAX_DEPTH,
     CallReader,
     call_from_tree,
     call_from_value,
     make_call,
-    malformed_call,
+    make_malformed_call,
 )
 from TrainingFactory.models.templates import Marks
 from TrainingFactory.types import ToolCall, ToolSpec
@@ -76,7 +76,7 @@ class TaggedCallReader:
             content += text[position : start_match.start()]
             parsed_calls = self.read_at(text, start_match.end(), tools)
             if parsed_calls is None:
-                calls.append(malformed_call(f"what follows {self.begin.strip()} is not a whole call"))
+                calls.append(make_malformed_call(f"what follows {self.begin.strip()} is not a whole call"))
                 position = start_match.end()
                 end_match = close_pattern.search(text, position) if self.close.strip() else None
                 position = end_match.end() if end_match else len(text)
@@ -280,7 +280,7 @@ def _find_allowed_types(schema: Any) -> set[str] | None:
 def _decode_json(text: str, position: int) -> tuple[Any, int] | None:
     space_match = re.compile(r"\s*").match(text, position)
     try:
-        return DECODER.raw_decode(text, space_match.end() if space_match else position)
+        return JSON_DECODER.raw_decode(text, space_match.end() if space_match else position)
     except (ValueError, RecursionError):
         return None
 

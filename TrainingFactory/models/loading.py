@@ -24,10 +24,10 @@ from TrainingFactory.models.model_files import (
     read_config,
     read_tokenizer,
 )
-from TrainingFactory.models.names import BUILTINS, resolve_model_name
+from TrainingFactory.models.names import TINY_IDS, resolve_model_name
 from TrainingFactory.models.quantization import check_quantization, keep_trainable, make_quantization_options
 from TrainingFactory.models.templates import set_chat_template
-from TrainingFactory.models.tiny import builtin_model, builtin_tokenizer
+from TrainingFactory.models.tiny import make_builtin_model, make_builtin_tokenizer
 from TrainingFactory.models.untrained_tags import remove_untrained_tags
 
 if TYPE_CHECKING:
@@ -95,8 +95,8 @@ def load_model(
         disable_progress_bar()
     torch_device = pick_device(device)
     torch_dtype = pick_dtype(dtype, torch_device)
-    if resolved_name in BUILTINS:
-        model, tokenizer, image_processor = builtin_model(resolved_name, revision or str(seed))
+    if resolved_name in TINY_IDS:
+        model, tokenizer, image_processor = make_builtin_model(resolved_name, revision or str(seed))
         pretrained_parts = PretrainedParts(model, tokenizer, image_processor=image_processor)
     else:
         options = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
@@ -129,8 +129,8 @@ def load_model(
 def load_tokenizer(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """Load only the tokenizer. `name` is a model name as in `load_model`, or a folder that contains a tokenizer."""
     resolved_name = resolve_model_name(name)
-    if resolved_name in BUILTINS:
-        return builtin_tokenizer(resolved_name)
+    if resolved_name in TINY_IDS:
+        return make_builtin_tokenizer(resolved_name)
     folder = Path(resolved_name).expanduser()
     has_tokenizer = (folder / "tokenizer_config.json").is_file()
     location, options = (str(folder), {}) if has_tokenizer else locate_model(name, resolved_name)
@@ -189,7 +189,7 @@ def read_stored_dtype(name: str, revision: str | None = None, trust_remote_code:
     from transformers import AutoConfig
 
     resolved_name = resolve_model_name(name)
-    if resolved_name in BUILTINS:
+    if resolved_name in TINY_IDS:
         return torch.float32
     location, options = locate_model(name, resolved_name)
     options |= {"revision": revision, "trust_remote_code": trust_remote_code}

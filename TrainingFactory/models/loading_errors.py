@@ -46,10 +46,10 @@ def _describe_cause(error: Exception, location: str, options: dict[str, Any], fi
     """Return the cause of a loading error and its remedy. Name the missing or damaged file if there is one; otherwise
     quote the library's error for the file `filename`."""
     if isinstance(error, ImportError):
-        return _first_line(error)
+        return _get_first_line(error)
     if (gguf_name := options.get("gguf_file")) is not None:
         gguf_file = Path(location, gguf_name)
-        return f"{gguf_file} is damaged or has an unknown format ({_first_line(error)}): {RECOPY_ADVICE}"
+        return f"{gguf_file} is damaged or has an unknown format ({_get_first_line(error)}): {RECOPY_ADVICE}"
     folder = find_local_folder(location, options)
     if damage_text := describe_damaged_file(folder):
         return damage_text
@@ -61,8 +61,8 @@ def _describe_cause(error: Exception, location: str, options: dict[str, Any], fi
         )
     is_unsupported = "trust_remote_code" in str(error) or "model type" in str(error)
     if is_unsupported or isinstance(error, OSError):  # the files may be intact
-        return _first_line(error)
-    return f"{folder / filename} is damaged or does not fit the other files ({_first_line(error)}): {RECOPY_ADVICE}"
+        return _get_first_line(error)
+    return f"{folder / filename} is damaged or does not fit the other files ({_get_first_line(error)}): {RECOPY_ADVICE}"
 
 
 def describe_damaged_file(folder: Path) -> str | None:
@@ -82,11 +82,11 @@ def find_damage(path: Path) -> str | None:
             with safe_open(path, "pt"):
                 pass
     except (OSError, ValueError, RecursionError, SafetensorError) as error:
-        return _first_line(error)
+        return _get_first_line(error)
     return None
 
 
-def _first_line(error: Exception) -> str:
+def _get_first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     line = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
     if "ignore_mismatched_sizes" in line:

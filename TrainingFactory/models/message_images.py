@@ -17,7 +17,7 @@ from TrainingFactory.types import Image, Message, PlacedImage
 if TYPE_CHECKING:
     from TrainingFactory.models.vision import Vision
 
-IMAGE = -1  # the place of an image in a rendering
+IMAGE_PLACE = -1  # the place of an image in a rendering
 BLANK_IMAGE = Image("", 1, 1, b"")  # for probes, which render no pixels
 IMAGES_NOTE = (
     "note: the chat template shows no images of tool results, so they are in a user message after the results"
@@ -40,13 +40,13 @@ class ImageLocator:
         parts_before, parts_after = (
             self._encoder.split_at_controls(part) for part in (self._vision.prefix, self._vision.suffix)
         )
-        image_parts = [*parts_before, ControlToken(IMAGE), *parts_after]
+        image_parts = [*parts_before, ControlToken(IMAGE_PLACE), *parts_after]
         return list(
             chain.from_iterable(image_parts if part == (self._image_id,) else [part] for part in parts)
         )
 
     def count_images(self, text: str) -> int:
-        return self.split_at_images(text).count(ControlToken(IMAGE))
+        return self.split_at_images(text).count(ControlToken(IMAGE_PLACE))
 
     def require_image(self, render: Callable[[], str]) -> None:
         """Raise ValueError unless the rendering of a message with one image shows that image once."""
@@ -67,7 +67,7 @@ class ImageLocator:
                 "the chat template writes a place for an image that the conversation does not have; set "
                 "model.chat_template to a corrected template"
             )
-        return self._vision.ids(image)
+        return self._vision.get_image_ids(image)
 
 
 def check_all_images_shown(remaining_images: Iterator[Image]) -> None:

@@ -13,7 +13,7 @@ from TrainingFactory.common.options import UnknownNameError, did_you_mean, neare
 from TrainingFactory.models import composite
 from TrainingFactory.models.encoding import decodes_unchanged
 from TrainingFactory.models.loading_errors import LOADING_ERRORS, find_damage
-from TrainingFactory.models.names import BUILTINS, SUPPORTED_MODELS
+from TrainingFactory.models.names import SUPPORTED_MODELS, TINY_IDS
 from TrainingFactory.models.weight_parts import SPLIT_WEIGHTS, join_parts
 
 MAX_LAYERS = 10_000  # a larger number in config.json is corrupt
@@ -51,7 +51,7 @@ def _find_gguf_in_package(name: str, package: str) -> Path:
 
 
 def _suggest_name(name: str) -> str:
-    match = nearest(name, [*SUPPORTED_MODELS, *BUILTINS], cutoff=0.5)
+    match = nearest(name, [*SUPPORTED_MODELS, *TINY_IDS], cutoff=0.5)
     return did_you_mean(match and repr(match)) or f"; short names are: {', '.join(SUPPORTED_MODELS)}"
 
 

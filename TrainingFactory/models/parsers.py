@@ -17,7 +17,7 @@ from TrainingFactory.common.texts import replace_surrogates
 from TrainingFactory.types import ToolCall, ToolSpec
 
 CallReader = Callable[[str, Sequence[ToolSpec]], tuple[str, list[ToolCall]]]
-_TAG = re.compile("</?tool_call>")
+_TOOL_CALL_TAG = re.compile("</?tool_call>")
 _WHITE_SPACE = re.compile(r"\s*")
 _CLOSING_BRACE = re.compile(r"\s*\}")
 _TOOLS_TAG = re.compile(r"^[ \t]*<tools>\s*(.*?)\s*(?:</tools>|\Z)", re.MULTILINE | re.DOTALL)
@@ -29,19 +29,19 @@ def read_tagged(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list[To
     a string of the arguments belongs to the string. Braces may be doubled, because the template of Qwen2.5-Coder shows
     an example with doubled braces. A call of one of the `tools` without these tags is malformed."""
     content, calls, position = "", list[ToolCall](), 0
-    while tag := _TAG.search(text, position):
+    while tag := _TOOL_CALL_TAG.search(text, position):
         content += text[position : tag.start()]
         position = tag.end()
         if tag.group() == "</tool_call>":
-            calls.append(malformed_call("found </tool_call> without <tool_call> before it"))
+            calls.append(make_malformed_call("found </tool_call> without <tool_call> before it"))
             continue
         try:
             call_value, end = _decode_braces(text, position)
         except (ValueError, RecursionError):
             call_value, end = None, position
-        end_match = _TAG.search(text, end)
+        end_match = _TOOL_CALL_TAG.search(text, end)
         if end_match is None or end_match.group() == "<tool_call>":
-            calls.append(malformed_call("found <tool_call> without </tool_call> after it"))
+            calls.append(make_malformed_call("found <tool_call> without </tool_call> after it"))
             position = end_match.start() if end_match else len(text)
         else:
             is_decoded = end > position and not text[end : end_match.start()].strip()
@@ -57,7 +57,7 @@ def _decode_braces(text: str, position: int) -> tuple[Any, int]:
     """Decode JSON at a position; its first and last brace may be doubled. Return the value and its end."""
     start = _WHITE_SPACE.match(text, position).end()  # type: ignore[union-attr]
     is_doubled = text.startswith("{{", start)
-    value, end = DECODER.raw_decode(text, start + is_doubled)
+    value, end = JSON_DECODER.raw_decode(text, start + is_doubled)
     extra_brace = _CLOSING_BRACE.match(text, end) if is_doubled else None
     return value, extra_brace.end() if extra_brace else end
 
@@ -72,7 +72,7 @@ def _read_untagged(text: str, tools: Sequence[ToolSpec]) -> tuple[str, list[Tool
         return text, []
     reason = "write it between <tool_call> and </tool_call>"
     content = text[: tools_match.start()].strip() if tools_match else content
-    return content, [malformed_call(reason, call.name) for call in calls]
+    return content, [make_malformed_call(reason, call.name) for call in calls]
 
 
 def read_bare_json(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list[ToolCall]]:
@@ -89,13 +89,13 @@ def read_bare_json(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list
     calls, position = list[ToolCall](), 0
     while position < len(body):
         try:
-            value, position = DECODER.raw_decode(body, position)
+            value, position = JSON_DECODER.raw_decode(body, position)
         except (ValueError, RecursionError):
             remaining_text = body[position:].lstrip()
             if not calls and not re.search(r'"(arguments|parameters)"', remaining_text):
                 return text, []
             if not calls or remaining_text.startswith("{"):
-                calls.append(malformed_call("the call is not valid JSON"))
+                calls.append(make_malformed_call("the call is not valid JSON"))
             break
         if isinstance(value, dict) and isinstance(value.get("function"), dict):
             value = value["function"]
@@ -132,7 +132,7 @@ def read_deepseek(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list[
         call_text, has_end, _ = block.partition(end_tag)
         first_field, separator, second_field = call_text.partition(separator_tag)
         if not has_end or not separator:
-            calls.append(malformed_call(f"a call needs {separator_tag} inside and {end_tag} at its end"))
+            calls.append(make_malformed_call(f"a call needs {separator_tag} inside and {end_tag} at its end"))
         elif first_field.strip() == "function":
             name, _, arguments = second_field.strip().partition("\n")
             fence = re.fullmatch(r"\s*```(?:json)?\s*(.*?)\s*```\s*", arguments, re.DOTALL)
@@ -140,7 +140,7 @@ def read_deepseek(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list[
         else:
             calls.append(make_call(first_field, second_field))
     if not calls and "<｜tool▁calls▁begin｜>" in text:
-        calls.append(malformed_call(f"no call in it starts with {begin_tag}"))
+        calls.append(make_malformed_call(f"no call in it starts with {begin_tag}"))
     return content.replace("<｜tool▁calls▁begin｜>", "").strip() if calls else text, calls
 
 
@@ -151,19 +151,19 @@ def _call_from_json(text: str) -> ToolCall:
         has_braces_in_strings = re.search(r'"[^"]*[{}][^"]*"(?=\s*[,:}\]])', text)
         if "{{" in text and not has_braces_in_strings:
             return _call_from_json(text.replace("{{", "{").replace("}}", "}"))
-        return malformed_call(f"the call is {error}")
+        return make_malformed_call(f"the call is {error}")
 
 
 def call_from_value(value: Any) -> ToolCall:
     if not isinstance(value, dict):
-        return malformed_call(f"the call is a JSON {type(value).__name__}, not an object")
+        return make_malformed_call(f"the call is a JSON {type(value).__name__}, not an object")
     return make_call(value.get("name"), value.get("arguments", value.get("parameters")))
 
 
 def make_call(name: Any, arguments: Any) -> ToolCall:
     """Return a call from its name and arguments, which the OpenAI and DeepSeek formats encode as JSON text."""
     if not isinstance(name, str) or not name.strip():
-        return malformed_call('"name" must be the name of a tool')
+        return make_malformed_call('"name" must be the name of a tool')
     try:
         if isinstance(arguments, str):
             arguments = _decode_json(arguments) if arguments.strip() else {}
@@ -171,12 +171,12 @@ def make_call(name: Any, arguments: Any) -> ToolCall:
             raise ValueError("no JSON object")
         return ToolCall(replace_surrogates(name.strip()), _to_plain_json(arguments or {}))
     except ValueError as error:
-        return malformed_call(f"the arguments are {error}", name)
+        return make_malformed_call(f"the arguments are {error}", name)
 
 
 def _decode_json(text: str) -> Any:
     try:
-        return DECODER.decode(text.strip())
+        return JSON_DECODER.decode(text.strip())
     except ValueError as error:
         raise ValueError(f"not valid JSON ({error})") from error
     except RecursionError as error:
@@ -190,18 +190,18 @@ def call_from_keywords(name: str, keywords: str) -> ToolCall:
         assert isinstance(tree, ast.Call)
         return call_from_tree(name, tree)
     except (ValueError, SyntaxError, RecursionError, MemoryError, AssertionError):
-        return malformed_call('the arguments are not of the form key="value"', name)
+        return make_malformed_call('the arguments are not of the form key="value"', name)
 
 
 def call_from_tree(name: str, tree: ast.Call) -> ToolCall:
     if tree.args or any(keyword.arg is None for keyword in tree.keywords):
-        return malformed_call('arguments must be written as key="value"', name)
+        return make_malformed_call('arguments must be written as key="value"', name)
     try:
         nodes = {str(keyword.arg): _Constants().visit(keyword.value) for keyword in tree.keywords}
         arguments = {key: ast.literal_eval(node) for key, node in nodes.items()}
         json.dumps(arguments, allow_nan=False)
     except (ValueError, TypeError, RecursionError, MemoryError):
-        return malformed_call('the arguments are not of the form key="value"', name)
+        return make_malformed_call('the arguments are not of the form key="value"', name)
     return make_call(name, arguments)
 
 
@@ -234,8 +234,8 @@ def _parse_finite(number: str) -> float | str:
 
 
 # Numbers that JSON cannot represent (NaN, 1e999) stay text, which the schema check rejects.
-DECODER = json.JSONDecoder(strict=False, parse_constant=str, parse_float=_parse_finite)
+JSON_DECODER = json.JSONDecoder(strict=False, parse_constant=str, parse_float=_parse_finite)
 
 
-def malformed_call(reason: str, name: str = "") -> ToolCall:
+def make_malformed_call(reason: str, name: str = "") -> ToolCall:
     return ToolCall(replace_surrogates(name.strip()), error=f"The tool call could not be read: {reason}.")

@@ -17,7 +17,7 @@ from TrainingFactory.types import Message, ToolCall
 
 CALL_ID = "call0000"  # plus one digit: some templates require ids of nine characters
 IMAGE_PART = {"type": "image"}
-TAG = r"(?:<[^<>\s]+>|\[/?[A-Z_]+\])"
+TAG_PATTERN = r"(?:<[^<>\s]+>|\[/?[A-Z_]+\])"
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")  # keys of a message's thought, by template
 GEMMA_THOUGHT = ("<|channel>thought", "<channel|>")  # some versions of Gemma's template drop thoughts
 
@@ -26,13 +26,13 @@ GEMMA_THOUGHT = ("<|channel>thought", "<channel|>")  # some versions of Gemma's 
 class CallStyle:
     """The form of assistant messages with tool calls that a template accepts."""
 
-    arguments_as_text: bool  # JSON text instead of an object
+    has_text_arguments: bool  # JSON text instead of an object
     empty_content: str | None  # the value of `content` if there is none
 
-    def outline(self, calls: Sequence[ToolCall], content: str = "") -> dict[str, Any]:
+    def make_outline(self, calls: Sequence[ToolCall], content: str = "") -> dict[str, Any]:
         tool_calls = []
         for index, call in enumerate(calls):
-            as_text = self.arguments_as_text
+            as_text = self.has_text_arguments
             arguments = json.dumps(call.arguments, ensure_ascii=False) if as_text else call.arguments
             function = {"name": call.name, "arguments": arguments}
             tool_calls.append({"id": f"{CALL_ID}{index}", "type": "function", "function": function})
@@ -93,7 +93,8 @@ def find_thought_style(template: ChatTemplate, prompt: str, control_texts: Itera
         if not has_thought:
             continue
         key = key or candidate_key
-        opening, closing = re.search(rf"{TAG}\w*(?=\s*\Z)", text_before), re.match(rf"\s*({TAG})", text_after)
+        opening = re.search(rf"{TAG_PATTERN}\w*(?=\s*\Z)", text_before)
+        closing = re.match(rf"\s*({TAG_PATTERN})", text_after)
         if opening and closing and content in text_after:
             tags = opening[0], closing[1]
             before_tags = prompt.rstrip().removesuffix(tags[1]).rstrip().removesuffix(tags[0])
@@ -107,7 +108,7 @@ def _find_header_tags(
 ) -> tuple[str, str] | None:
     """Return the tags of an empty thought at the end of the generation prompt that finished turns do not show.
     Otherwise return Gemma's tags, if the tokenizer has them."""
-    header_match = re.search(rf"({TAG}\w*)\s*({TAG})\s*\Z", prompt)
+    header_match = re.search(rf"({TAG_PATTERN}\w*)\s*({TAG_PATTERN})\s*\Z", prompt)
     if header_match:
         turn = {"role": "assistant", "content": template.marks[1]}
         conversation = template.render([make_user_turn(template.marks[0]), turn], header=False)
@@ -123,7 +124,7 @@ def find_call_styles(template: ChatTemplate) -> list[CallStyle]:
     styles = dict[str, CallStyle]()
     for style in (CallStyle(as_text, empty) for as_text in (False, True) for empty in (None, "")):
         try:
-            turn = style.outline([ToolCall(name, {"a": argument})])
+            turn = style.make_outline([ToolCall(name, {"a": argument})])
             text = template.render([make_user_turn("m"), turn], header=False)
         except ValueError:
             continue
@@ -136,7 +137,7 @@ def renders_one_call(template: ChatTemplate, style: CallStyle) -> bool:
     """Return whether the template drops every call of a turn but one (gpt-oss)."""
     names = template.marks[1], template.marks[2]
     try:
-        turn = style.outline([ToolCall(name, {}) for name in names])
+        turn = style.make_outline([ToolCall(name, {}) for name in names])
         text = template.render([make_user_turn("m"), turn], header=False)
     except ValueError:
         return False  # it has its own error for a second call
@@ -194,7 +195,7 @@ def find_calls_end(
     """Return the control token that ends a turn with tool calls; None if that token also occurs inside the turn, as
     Gemma 4's does."""
     try:
-        turns = [style.outline([ToolCall("f", {"a": "b"})] * count) if style else {} for count in (1, 2)]
+        turns = [style.make_outline([ToolCall("f", {"a": "b"})] * count) if style else {} for count in (1, 2)]
         user_turn = make_user_turn("m")
         one_call, two_calls = (template.render([user_turn, turn], header=False).rstrip() for turn in turns)
     except ValueError:
@@ -261,7 +262,7 @@ def make_renderer(template: ChatTemplate, context: str, style: CallStyle | None)
         call = calls.get(context)
         turn = {"role": "assistant", "content": "m"}
         if style:
-            turn = style.outline([call or ToolCall("f", {"a": "b"})])
+            turn = style.make_outline([call or ToolCall("f", {"a": "b"})])
         conversation = [make_user_turn("m")]
         if context == "system":
             conversation = [{"role": "system", "content": text}, make_user_turn("m")]
@@ -309,7 +310,11 @@ def render_continuation(
             ToolCall(placeholders[3 + 2 * index], {"a": placeholders[1]})
             for index in tool_indices[:num_calls]
         ]
-        turn = style.outline(calls) if style and calls else {"role": "assistant", "content": placeholders[1]}
+        turn = (
+            style.make_outline(calls)
+            if style and calls
+            else {"role": "assistant", "content": placeholders[1]}
+        )
         reply_messages: list[dict[str, Any]] = []
         mark_numbers = count_from(2 + 2 * len(replies))
         # mark 2 + 2i is the text of reply i, mark 3 + 2i the name of its tool
@@ -342,7 +347,7 @@ def _cut_reply(without_answers: str, conversation: str, marks: tuple[str, str], 
     if end_text and end_text in turn_ending:
         turn_end = turn_ending.rindex(end_text) + len(end_text)
     if not after_turn.startswith(turn_ending[:turn_end]):
-        other_end = re.match(TAG, after_turn)
+        other_end = re.match(TAG_PATTERN, after_turn)
         # gpt-oss ends the last turn with another token than the messages before it
         if (
             other_end

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from TrainingFactory.models.names import BUILTINS
+from TrainingFactory.models.names import TINY_IDS
 
 
 def check_quantization(quantization: str, name: str) -> None:
     """Raise ValueError, before anything is loaded, if this model or this machine does not support quantization."""
     if quantization == "none":
         return
-    if name in BUILTINS or name.endswith(".gguf") or name.startswith("package:"):
+    if name in TINY_IDS or name.endswith(".gguf") or name.startswith("package:"):
         raise ValueError(f"model.quantization is {quantization}, but {name} cannot be quantized: remove it")
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ValueError(f"model.quantization is {quantization}, which needs: pip install bitsandbytes")

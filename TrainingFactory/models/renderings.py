@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from TrainingFactory.models.encoding import ControlToken, TextEncoder, cache_short_texts
-from TrainingFactory.models.message_images import IMAGE, ImageLocator, check_all_images_shown
+from TrainingFactory.models.message_images import IMAGE_PLACE, ImageLocator, check_all_images_shown
 from TrainingFactory.models.outlines import Texts
 from TrainingFactory.models.templates import Marks
 from TrainingFactory.types import Image
@@ -16,7 +16,7 @@ from TrainingFactory.types import Image
 # A rendering, split: tuples of finished token ids, and lists to be encoded of template texts (str) and marks (int).
 # The place of an image is a tuple of its own, so that finished ids need no search for it.
 Segments = list[tuple[int, ...] | list[str | int]]
-IMAGE_SEGMENT = (IMAGE,)
+IMAGE_SEGMENT = (IMAGE_PLACE,)
 Key = str | tuple[Any, ...]
 MAX_CACHED_RENDERINGS = 512  # renderings
 MAX_KEY_CHARS = 50_000  # characters; renderings with longer cache keys are not cached
@@ -80,4 +80,4 @@ class RenderingEncoder:
 def _get_part_kind(part: str | int | ControlToken) -> str:
     if not isinstance(part, ControlToken):
         return "text"
-    return "image" if part.token == IMAGE else "control"
+    return "image" if part.token == IMAGE_PLACE else "control"

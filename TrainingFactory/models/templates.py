@@ -21,18 +21,18 @@ Transform = Callable[[str], str]
 SAVED_TEMPLATE = "chat_template.jinja"  # the file that transformers writes beside a tokenizer
 MAX_STEPS = 3_000_000  # template lines that one rendering may execute; a message takes about 30
 # Texts that show how a template changes content: edge spaces, quotes, escapes, markup, newlines, JSON.
-CANARIES = (
+CANARY_TEXTS = (
     "plain",
     '  two  spaces, "quotes", \\ back\nlines, <b>tags</b> &amp; é 你\ttab \n',
     '{"a": [1, "b"], "c": null}',
 )
 
 
-def json_escape(text: str) -> str:
+def escape_json(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def _python_escape(text: str) -> str:
+def _escape_python(text: str) -> str:
     return text.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n")
 
 
@@ -42,11 +42,11 @@ TRANSFORMS: tuple[Transform, ...] = (
     str.lstrip,
     str.rstrip,
     lambda text: text.strip("\n"),
-    json_escape,
-    lambda text: json_escape(text.strip()),
+    escape_json,
+    lambda text: escape_json(text.strip()),
     lambda text: json.dumps(text)[1:-1],
-    _python_escape,
-    lambda text: _python_escape(text).replace("\t", "\\t"),
+    _escape_python,
+    lambda text: _escape_python(text).replace("\t", "\\t"),
 )
 CASE_TRANSFORMS: tuple[Transform, ...] = (str.upper, str.lower)  # of a tool's description, names and types
 
@@ -139,10 +139,10 @@ def _check_syntax(template: str) -> None:
         pass
 
 
-def set_chat_template(tokenizer: Any, file: str | None, adapter: str | None) -> None:
+def set_chat_template(tokenizer: Any, file: str | None, adapter_folder: str | None) -> None:
     """Replace the tokenizer's chat template by the template in `file`. None: use the template saved with the adapter,
     if there is one."""
-    saved_template = None if adapter is None else Path(adapter).expanduser() / SAVED_TEMPLATE
+    saved_template = None if adapter_folder is None else Path(adapter_folder).expanduser() / SAVED_TEMPLATE
     if file is not None:
         tokenizer.chat_template = read_template(file)
     elif saved_template is not None and saved_template.is_file():
@@ -205,11 +205,11 @@ class ChatTemplate:
             raise ValueError(
                 f"the chat template drops or rewrites a text ({context}), so conversations with one cannot be rendered"
             )
-        rendered_canaries = [render(canary) for canary in CANARIES]
+        rendered_canaries = [render(canary) for canary in CANARY_TEXTS]
         for transform in TRANSFORMS + (CASE_TRANSFORMS if context.startswith("tool ") else ()):
             if all(
                 placeholder_text.replace(placeholder, transform(canary)) == canary_text
-                for canary, canary_text in zip(CANARIES, rendered_canaries, strict=True)
+                for canary, canary_text in zip(CANARY_TEXTS, rendered_canaries, strict=True)
             ):
                 return transform
         raise ValueError(

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from TrainingFactory.models.names import BUILTIN, BUILTIN_VL, TORCH_SEED_PREFIX
+from TrainingFactory.models.names import TINY_ID, TINY_VL_ID, TORCH_SEED_PREFIX
 from TrainingFactory.models.words import NAMES, PLACES, SENTENCE_WORDS, THINGS
 
 VL_PATCH_SIZE = 8  # pixels along the edge of a patch; a token shows two by two patches
@@ -32,7 +32,7 @@ search lookup query find expression calculate calculator compute equals plus min
 string integer object text key value list true false null live lives born owns likes visits color keep keeps""".split()
 
 
-def template(name: str = "qwen3_instruct") -> str:
+def read_builtin_template(name: str = "qwen3_instruct") -> str:
     return (Path(__file__).parent / f"{name}.jinja").read_text(encoding="utf-8").rstrip("\n")
 
 
@@ -71,26 +71,30 @@ def tiny_tokenizer(chat_template: str = "qwen3_instruct") -> Any:
 
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(_train_tokenizer()),
-        eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=template(chat_template), model_max_length=4096,
-        clean_up_tokenization_spaces=False,
+        eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=read_builtin_template(chat_template),
+        model_max_length=4096, clean_up_tokenization_spaces=False,
     )  # fmt: skip
 
 
-def builtin_tokenizer(name: str) -> Any:
-    return tiny_tokenizer("qwen3_vl_instruct" if name == BUILTIN_VL else "qwen3_instruct")
+def make_builtin_tokenizer(name: str) -> Any:
+    return tiny_tokenizer("qwen3_vl_instruct" if name == TINY_VL_ID else "qwen3_instruct")
 
 
-def builtin_model(name: str, revision: str) -> tuple[Any, Any, Any]:
+def make_builtin_model(name: str, revision: str) -> tuple[Any, Any, Any]:
     """Return a built-in model, its tokenizer, and its image processor or None."""
-    tokenizer = builtin_tokenizer(name)
+    tokenizer = make_builtin_tokenizer(name)
     eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-    is_vl = name == BUILTIN_VL
-    model = tiny_vl_model(tokenizer, revision) if is_vl else tiny_model(len(tokenizer), eos, pad, revision)
+    is_vl = name == TINY_VL_ID
+    model = (
+        make_tiny_vl_model(tokenizer, revision)
+        if is_vl
+        else make_tiny_model(len(tokenizer), eos, pad, revision)
+    )
     model.generation_config.eos_token_id = [eos, pad]
-    return model, tokenizer, tiny_image_processor() if is_vl else None
+    return model, tokenizer, make_tiny_image_processor() if is_vl else None
 
 
-def tiny_model(vocab_size: int, eos_token_id: int, pad_token_id: int, revision: str = "0") -> Any:
+def make_tiny_model(vocab_size: int, eos_token_id: int, pad_token_id: int, revision: str = "0") -> Any:
     """Return the built-in text model. `revision` is the seed of its weights. `torch:SEED` draws them with torch's
     generator, as versions before 0.2 did; those weights depend on the processor type."""
     import torch
@@ -100,7 +104,7 @@ def tiny_model(vocab_size: int, eos_token_id: int, pad_token_id: int, revision: 
     text_options = _make_text_options(vocab_size, eos_token_id, pad_token_id)
     config = Qwen3Config(**text_options, rope_parameters=rope_parameters, tie_word_embeddings=True)
     seed_text = revision.removeprefix(TORCH_SEED_PREFIX)
-    seed = _parse_seed(BUILTIN, seed_text, revision)
+    seed = _parse_seed(TINY_ID, seed_text, revision)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
@@ -109,7 +113,7 @@ def tiny_model(vocab_size: int, eos_token_id: int, pad_token_id: int, revision: 
     return model
 
 
-def tiny_vl_config(tokenizer: Any) -> Any:
+def make_tiny_vl_config(tokenizer: Any) -> Any:
     """Return the config of the built-in vision-language model: a Qwen3-VL with a text part of the built-in text model's
     shape and a vision tower of two layers."""
     from transformers import Qwen3VLConfig
@@ -135,15 +139,15 @@ def tiny_vl_config(tokenizer: Any) -> Any:
     )  # fmt: skip
 
 
-def tiny_vl_model(tokenizer: Any, revision: str = "0") -> Any:
+def make_tiny_vl_model(tokenizer: Any, revision: str = "0") -> Any:
     """Return the built-in vision-language model. `revision` is the seed of its weights."""
     import torch
     from transformers import Qwen3VLForConditionalGeneration
 
-    seed = _parse_seed(BUILTIN_VL, revision, revision)
+    seed = _parse_seed(TINY_VL_ID, revision, revision)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3VLForConditionalGeneration(tiny_vl_config(tokenizer))
+        model = Qwen3VLForConditionalGeneration(make_tiny_vl_config(tokenizer))
     _draw_weights(model, seed, 0.02)
     # Else a language model could hardly read from a random tower where something is: positions would vanish among the
     # differences of the pixels.
@@ -153,7 +157,7 @@ def tiny_vl_model(tokenizer: Any, revision: str = "0") -> Any:
     return model
 
 
-def tiny_image_processor() -> Any:
+def make_tiny_image_processor() -> Any:
     """Return the image processor of the built-in vision-language model. An image token shows 16 x 16 pixels."""
     from transformers import Qwen2VLImageProcessorPil
 
@@ -200,4 +204,4 @@ def _build_corpus() -> list[str]:
     schema += '"properties": {"": {"type": "string", "description": ""}}, "required": [""]}}}'
     call = '<tool_call>\n{"name": "search", "arguments": {"query": ""}}\n</tool_call>'
     words = [f"{word} {word}" for word in COMMON_WORDS]
-    return [template(), schema, call] * 40 + words * 2
+    return [read_builtin_template(), schema, call] * 40 + words * 2

@@ -8,19 +8,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from TrainingFactory.common.image_tokens import VIRTUAL, find_images
-from TrainingFactory.models.vision import IMAGE_DELIMITERS, QWEN, TILED, find_tower_parameters
+from TrainingFactory.models.vision import IMAGE_DELIMITERS, QWEN_TYPES, TILED_TYPES, find_tower_parameters
 
 
 class TowerShape(NamedTuple):
     """Dimensions of a vision tower. The dimensions of a layer have the names of a transformers text config."""
 
-    weights: int
+    num_weights: int
     num_hidden_layers: int
     hidden_size: int
     intermediate_size: int
     num_attention_heads: int
     patches: float  # of a picture for each image token
-    outputs: int  # values of each image token that the tower returns, deepstack included
+    num_outputs: int  # values of each image token that the tower returns, deepstack included
 
 
 class ImageUse(NamedTuple):
@@ -92,9 +92,9 @@ def _make_shape(config: Any, num_weights: int) -> TowerShape:
 def _get_patches_per_token(config: Any) -> float:
     """Return the number of patches of a picture that become one image token."""
     vision_config, model_type = config.vision_config, config.model_type
-    if model_type in QWEN:
+    if model_type in QWEN_TYPES:
         return vision_config.spatial_merge_size**2
-    if model_type in TILED:
+    if model_type in TILED_TYPES:
         return config.scale_factor**2
     if model_type == "internvl":
         return 1 / config.downsample_ratio**2

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from TrainingFactory.models.encoding import MARKUP
+from TrainingFactory.models.encoding import MARKUP_PATTERN
 
-TOLERANCE = 0.02  # relative distance of an untrained row from the mean of the unused rows
+ROW_TOLERANCE = 0.02  # relative distance of an untrained row from the mean of the unused rows
 UNUSED_PREFIX = "<|unused_"
 NUM_LAST_ROWS = 32  # with the highest ids: unused if they are equal
 
@@ -29,7 +29,7 @@ def remove_untrained_tags(name: str, model: Any, tokenizer: Any) -> tuple[str, .
         token["content"]: token["id"]
         for token in tokenizer_state["added_tokens"]
         if not token["special"]
-        and MARKUP.fullmatch(token["content"])
+        and MARKUP_PATTERN.fullmatch(token["content"])
         and not token["content"].startswith(UNUSED_PREFIX)
     }
     untrained_tags = _find_untrained_tags(output_layer.weight, tags)
@@ -58,7 +58,7 @@ def _find_untrained_tags(weight: torch.Tensor, token_ids: dict[str, int]) -> set
         return set()
     unused_rows = weight[-NUM_LAST_ROWS:].float()
     mean_row = unused_rows.mean(0)
-    max_distance = TOLERANCE * mean_row.norm()
+    max_distance = ROW_TOLERANCE * mean_row.norm()
     if (unused_rows - mean_row).norm(dim=1).max() > max_distance:  # rows of tokens in use
         return set()
     distances = (weight[list(token_ids.values())].float() - mean_row).norm(dim=1)

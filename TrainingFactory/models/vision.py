@@ -1,15 +1,15 @@
 """Images for vision-language models: the tokens that stand for an image, their positions, and the tower's output.
 
 `Vision` belongs to a loaded model and holds none of its weights, so that the sampler's and the learner's copy of the
-model use the same object. The chat format asks for the `ids` of an image (`common/image_tokens.py`). Before a forward,
-`model_inputs` replaces them by the model's own placeholder and encodes the images; the model's own forward puts the
-tower's output in their places. Positions of M-RoPE are a function of the ids (`rope`).
+model use the same object. The chat format asks for the ids of an image (`common/image_tokens.py`). Before a forward,
+`make_model_inputs` replaces them by the model's own placeholder and encodes the images; the model's own forward puts
+the tower's output in their places. Positions of M-RoPE are a function of the ids.
 
-    vision.placeholder              what the model's chat template writes for an image
-    vision.ids(image)               token ids of an image, with the tokens that a processor puts around its tiles
-    vision.rope(ids)                [3, N] positions of time, height and width; only if `vision.has_rope`
-    vision.model_inputs(model, ids) ids with placeholders, and keyword arguments of the forward
-    vision.save(folder)             the image processor's file, beside a checkpoint
+    vision.placeholder                   what the model's chat template writes for an image
+    vision.get_image_ids(image)          token ids of an image, with the tokens that a processor puts around its tiles
+    vision.compute_rope(ids)             [3, N] positions of time, height and width; only if `vision.has_rope`
+    vision.make_model_inputs(model, ids) ids with placeholders, and keyword arguments of the forward
+    vision.save(folder)                  the image processor's file, beside a checkpoint
 
 The tower runs once per image; its outputs are cached up to `cache_bytes`, least recently used first out.
 """
@@ -41,13 +41,13 @@ from TrainingFactory.types import Image
 MAX_IMAGE_TOKENS = 1024
 CACHE_BYTES = 1 << 30
 IMAGE_TOKEN = -1  # an image token in a layout
-TILED = ("idefics3", "smolvlm")
-QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+TILED_TYPES = ("idefics3", "smolvlm")
+QWEN_TYPES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 GEMMA4_TOKEN_LIMITS = (70, 140, 280, 560, 1120)  # settings of its processor: the most tokens of an image
 # Model types with images -> the texts that their processor puts around an image.
 IMAGE_DELIMITERS: dict[str, tuple[str, str]] = {
-    **dict.fromkeys(QWEN, ("", "")),
-    **dict.fromkeys(TILED, ("", "")),
+    **dict.fromkeys(QWEN_TYPES, ("", "")),
+    **dict.fromkeys(TILED_TYPES, ("", "")),
     "internvl": ("<img>", "</img>"),
     "llava_onevision": ("", ""),
     "gemma3": ("\n\n<start_of_image>", "<end_of_image>\n\n"),
@@ -59,7 +59,7 @@ TYPE_ARGUMENTS = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids"}
 
 @dataclass(slots=True, frozen=True)
 class ImageLayout:
-    """The tokens of an image: control tokens, and IMAGE in place of every token that shows a part of the picture."""
+    """The tokens of an image: control tokens, and IMAGE_TOKEN in place of each that shows a part of the picture."""
 
     tokens: tuple[int, ...]
     grid: tuple[int, int] | None = None  # rows and columns, for M-RoPE
@@ -85,7 +85,7 @@ class Vision:
             self.prefix, self.suffix = tokenizer.convert_ids_to_tokens(edges)
         placeholder = "<start_of_image>" if self.model_type == "gemma3" else None
         self.placeholder: str = placeholder or tokenizer.convert_ids_to_tokens(self.placeholder_id)
-        self.has_rope = self.model_type in QWEN
+        self.has_rope = self.model_type in QWEN_TYPES
         text_config = config.get_text_config()
         # Tokens of an image see each other, also later ones: prefixes cannot be computed in parts. Gemma 4 has a
         # setting for that, which concerns layers with a sliding window only.
@@ -113,7 +113,7 @@ class Vision:
 
     # tokens
 
-    def ids(self, image: Image) -> list[int]:
+    def get_image_ids(self, image: Image) -> list[int]:
         """Return the token ids of an image."""
         layout = self.layout(image.width, image.height)
         image_ids = iter(number_image(image, layout.count).ids)
@@ -124,7 +124,7 @@ class Vision:
         that has more."""
         processor: Any = copy.deepcopy(self.processor)
         min_tokens = 1
-        if self.model_type in QWEN:
+        if self.model_type in QWEN_TYPES:
             pixels = (processor.patch_size * processor.merge_size) ** 2
             max_pixels = min(processor.size["longest_edge"], max_tokens * pixels)
             # A row of more tokens than `max_tokens` has no smaller layout, and the processor rejects ratios above 200.
@@ -132,7 +132,7 @@ class Vision:
             processor.size = {
                 "shortest_edge": min(processor.size["shortest_edge"], max_pixels), "longest_edge": max_pixels
             }  # fmt: skip
-        elif self.model_type in TILED:
+        elif self.model_type in TILED_TYPES:
             min_tokens, tile_pixels = self._tile_tokens, processor.max_image_size["longest_edge"]
             num_tiles = max(
                 1, math.isqrt(max(max_tokens // min_tokens - 1, 0))
@@ -161,19 +161,19 @@ class Vision:
         if self.model_type == "internvl":
             return self.config.image_seq_length
         patches = (vision_config.image_size // vision_config.patch_size) ** 2
-        return patches // self.config.scale_factor**2 if self.model_type in TILED else patches
+        return patches // self.config.scale_factor**2 if self.model_type in TILED_TYPES else patches
 
     def _compute_layout(self, width: int, height: int) -> ImageLayout:
         """Compute the layout of images of this size by processing a blank image."""
         from PIL import Image as Pillow
 
         outputs = self._process_picture(Pillow.new("RGB", (width, height)))
-        if self.model_type in QWEN:
+        if self.model_type in QWEN_TYPES:
             _, rows, columns = outputs["image_grid_thw"][0].tolist()
             merge_size = self.processor.merge_size
             rows, columns = rows // merge_size, columns // merge_size
             return ImageLayout((IMAGE_TOKEN,) * (rows * columns), (rows, columns))
-        if self.model_type in TILED:
+        if self.model_type in TILED_TYPES:
             return ImageLayout(self._make_tile_ids(outputs["rows"][0][0], outputs["cols"][0][0]))
         if self.model_type == "internvl":
             return ImageLayout((IMAGE_TOKEN,) * (int(outputs["num_patches"][0]) * self._tile_tokens))
@@ -207,7 +207,7 @@ class Vision:
 
     # positions
 
-    def rope(self, ids: np.ndarray, start: int = 0) -> tuple[np.ndarray, int]:
+    def compute_rope(self, ids: np.ndarray, start: int = 0) -> tuple[np.ndarray, int]:
         """Return the M-RoPE positions [3, N] of tokens from position `start` on, and the position after them."""
         positions = np.empty((3, len(ids)), np.int64)
         image_positions = np.flatnonzero(ids >= VIRTUAL)
@@ -233,7 +233,7 @@ class Vision:
             position += len(token_offsets)
         return positions, start
 
-    def image_ends(self, ids: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    def compute_image_ends(self, ids: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Return the last position that each token attends to, if image tokens attend to their whole image."""
         ends = positions.copy()
         for index in np.flatnonzero(ids >= VIRTUAL).tolist():
@@ -243,7 +243,7 @@ class Vision:
 
     # features
 
-    def model_inputs(
+    def make_model_inputs(
         self, model: Any, ids: np.ndarray, bypass_cache: bool = False
     ) -> tuple[np.ndarray, dict[str, Any]]:
         """Return ids [B, T] in which the model's placeholder replaces every image token, and keyword arguments of the
@@ -263,7 +263,7 @@ class Vision:
     def _to_outputs(self, rows: torch.Tensor) -> Any:
         """Convert rows [n, 1 + L, D] to the tower's output object: embeddings, and L levels of deepstack features."""
         embeddings = rows[:, 0]
-        if self.model_type in (*QWEN, "llava_onevision", "gemma4"):
+        if self.model_type in (*QWEN_TYPES, "llava_onevision", "gemma4"):
             return SimpleNamespace(
                 pooler_output=[embeddings], deepstack_features=[[level] for level in rows.unbind(1)[1:]]
             )
@@ -361,9 +361,9 @@ class Vision:
         return rows.split(token_counts)
 
     def _process_picture(self, picture: Any) -> dict[str, Any]:
-        if self.model_type in QWEN:
+        if self.model_type in QWEN_TYPES:
             picture = _limit_ratio(picture, self._max_ratio)
-        if self.model_type in TILED:
+        if self.model_type in TILED_TYPES:
             return dict(self._processor(images=[[picture]], return_row_col_info=True, return_tensors="pt"))
         return dict(self._processor(images=[picture], return_tensors="pt"))
 

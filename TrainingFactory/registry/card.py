@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from TrainingFactory.common.texts import pluralize
-from TrainingFactory.models.names import BUILTIN, resolve_model_name
+from TrainingFactory.models.names import TINY_ID, resolve_model_name
 from TrainingFactory.registry.lineage import list_ancestors, origin, render_tree
 from TrainingFactory.registry.rows import Version
 
@@ -37,7 +37,7 @@ def render_card(version: Version, evaluations: Sequence[dict[str, Any]], export_
 
 def find_licence(base_model: str) -> tuple[str, str]:
     """Return the licence that the base model's own card states, and a text that names the source."""
-    if resolve_model_name(base_model) == BUILTIN:
+    if resolve_model_name(base_model) == TINY_ID:
         return "apache-2.0", " (built into TrainingFactory)"
     folder = Path(base_model).expanduser()
     readme = folder / "README.md" if folder.is_dir() else _find_cached_readme(resolve_model_name(base_model))

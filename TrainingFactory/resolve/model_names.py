@@ -25,7 +25,7 @@ from TrainingFactory.common.options import did_you_mean, nearest
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.problems import Problem
 from TrainingFactory.data.disk import TRAINING_STATE_FILES, modified_files
-from TrainingFactory.models.names import BUILTINS, SUPPORTED_MODELS, TORCH_SEED_PREFIX, resolve_model_name
+from TrainingFactory.models.names import SUPPORTED_MODELS, TINY_IDS, TORCH_SEED_PREFIX, resolve_model_name
 from TrainingFactory.registry.catalogue import Catalogue, registry_path
 from TrainingFactory.registry.lineage import make_run_node
 from TrainingFactory.registry.rows import Version
@@ -87,7 +87,7 @@ def find_model(name: str, runs: str | Path = "runs", registry: str | Path | None
     catalogue = Catalogue(registry_path(runs, registry))
     name = factories.get_target(name) or name
     local_path = Path(name).expanduser()
-    if is_endpoint(name) or resolve_model_name(name) in BUILTINS or name.lower() in SUPPORTED_MODELS:
+    if is_endpoint(name) or resolve_model_name(name) in TINY_IDS or name.lower() in SUPPORTED_MODELS:
         return ResolvedModel(name, name)
     if (run := _resolve_run(name, runs)) is not None:
         return run
@@ -100,7 +100,7 @@ def find_model(name: str, runs: str | Path = "runs", registry: str | Path | None
         return ResolvedModel(name, name)
     if name.startswith("package:") or (name.count("/") == 1 and not is_local):
         return ResolvedModel(name, name)
-    known_names = [*(run.name for run in list_runs(runs)), *catalogue.names(), *SUPPORTED_MODELS, *BUILTINS]
+    known_names = [*(run.name for run in list_runs(runs)), *catalogue.names(), *SUPPORTED_MODELS, *TINY_IDS]
     short_name = name.removeprefix(f"{runs}/")
     closest = nearest(short_name, known_names, 0.5) or nearest(
         re.split("[:@]", short_name)[0], known_names, 0.5
@@ -163,7 +163,7 @@ def describe_provenance(config: TrainingConfig) -> dict[str, Any]:
         "meant": section,
         "version": None if resolved_model.version is None else str(resolved_model.version),
         "digest": None if folder is None or not folder.is_dir() else read_digest(folder),
-        "drawn_by": "integers" if resolve_model_name(model.name) in BUILTINS else None,
+        "drawn_by": "integers" if resolve_model_name(model.name) in TINY_IDS else None,
         "parent": _build_lineage(resolved_model),
     }
 
@@ -183,7 +183,7 @@ def with_original_model(run: TrainedBy, config: TrainingConfig | None = None) ->
     original_config = _with_model_options(config or run.config, origin.get("meant", {}))
     model = original_config.model
     if (
-        resolve_model_name(model.name) in BUILTINS and origin.get("drawn_by") is None
+        resolve_model_name(model.name) in TINY_IDS and origin.get("drawn_by") is None
     ):  # started before version 0.2
         return _with_model_options(
             original_config,

@@ -153,7 +153,7 @@ class AsyncRunner(Runner):
         )
         is_recorded = layout.is_recorded and not draws.filters
         if self.vision is not None and self._shows_images(batch):
-            ids, images = self.vision.model_inputs(self.model, batch.tokens[None])
+            ids, images = self.vision.make_model_inputs(self.model, batch.tokens[None])
             first_inputs, is_recorded = first_inputs._replace(tokens=ids[0]), False
         legs = [(first_inputs, draws)]
         if is_recorded and plan.may_run_twice and plan.rows:

@@ -104,7 +104,7 @@ class NativeEngine:
             reason = "its image tokens see later ones, so it has no deterministic mode with images"
             raise model_error(causal.config.model_type, reason)
         on_cuda = causal.device.type == "cuda"
-        rope_of = vision.rope if vision is not None and vision.has_rope else None
+        rope_of = vision.compute_rope if vision is not None and vision.has_rope else None
         self._table = SlotTable(slots, max_length, deterministic=deterministic, rope_of=rope_of)
         self._runner = AsyncRunner(causal, self._table, cache_bytes, vision)
         is_recurrent = bool(self._runner.states.shapes)

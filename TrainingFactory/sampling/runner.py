@@ -242,8 +242,8 @@ class Runner:
         images: dict[str, Any] = {}
         if self.vision is not None:
             if self.vision.sees_whole_images:
-                arrays = arrays._replace(ends=self.vision.image_ends(arrays.tokens, arrays.positions))
-            ids, images = self.vision.model_inputs(self.model, arrays.tokens[None])
+                arrays = arrays._replace(ends=self.vision.compute_image_ends(arrays.tokens, arrays.positions))
+            ids, images = self.vision.make_model_inputs(self.model, arrays.tokens[None])
             arrays = arrays._replace(tokens=ids[0])
         tensors = to_device([*arrays, *draws.tensors], self.device)
         inputs = StepInputs(*tensors[: len(arrays)])

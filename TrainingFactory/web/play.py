@@ -23,7 +23,7 @@ from TrainingFactory.common.endpoints.names import endpoint_files, find_endpoint
 from TrainingFactory.common.http.api import ApiError
 from TrainingFactory.common.http.site import Events, Site
 from TrainingFactory.data.examples import Form, load_examples
-from TrainingFactory.models.names import BUILTIN
+from TrainingFactory.models.names import TINY_ID
 from TrainingFactory.registry.catalogue import Catalogue, registry_path
 from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.training.dataset import find_call_problem
@@ -96,7 +96,7 @@ class PlayRoutes:
         aliases = catalog.names("environment").items()
         names = [name for name, alias in aliases if alias is None and not name.endswith("/")]
         environments: list[Json] = [{"name": f"environment:{name}", "what": name} for name in names]
-        models: list[Json] = [{"name": BUILTIN, "what": "built in, untrained", "environment": None}]
+        models: list[Json] = [{"name": TINY_ID, "what": "built in, untrained", "environment": None}]
         for row in (row for row in reversed(self._runs.rows()) if row.algorithm):
             environment = f"run:{row.name}" if row.environment else None
             environments += [{"name": environment, "what": f"as in run {row.name}"}] if environment else []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from TrainingFactory.models.compatibility import COLUMNS, Compatibility, FamilySupport
+from TrainingFactory.models.compatibility import COLUMN_HEADINGS, Compatibility, FamilySupport
 
 HEAD = """# Compatibility
 
@@ -49,20 +49,20 @@ def compat_page(compatibility: Compatibility) -> str:
     families = compatibility.families
     statuses = Counter(cell.status for family in families for cell in family.cells.values())
     defects = "".join(text for status, text in DEFECTS.items() if statuses[status])
-    rows = [f"| Family | {' | '.join(COLUMNS.values())} |", "|---" * (len(COLUMNS) + 1) + "|"]
+    rows = [f"| Family | {' | '.join(COLUMN_HEADINGS.values())} |", "|---" * (len(COLUMN_HEADINGS) + 1) + "|"]
     rows += [family_row(family) for family in families]
     details = [family_details(family) for family in families]
     columns = [
         "| Column | Check |",
         "|---|---|",
-        *(f"| {COLUMNS[key]} | {text} |" for key, text in CHECKS.items()),
+        *(f"| {COLUMN_HEADINGS[key]} | {text} |" for key, text in CHECKS.items()),
     ]
     head = HEAD.format(versions=versions, defects=defects, columns="\n".join(columns))
     return head + "\n".join(rows) + "\n" + DETAILS + "".join(details)
 
 
 def family_row(family: FamilySupport) -> str:
-    cells = [family.cells[key].status for key in COLUMNS]
+    cells = [family.cells[key].status for key in COLUMN_HEADINGS]
     return f"| [{family.name}](#{family.key}) | {' | '.join(cells)} |"
 
 
@@ -72,5 +72,5 @@ def family_details(family: FamilySupport) -> str:
         f"**{family.name}** (`{family.model_type}`, `{family.architecture}`), built like `{family.released}`: "
         f"{family.features}.",
     ]
-    notes = [f"- {heading}: {cell.status}: {cell.note}" for heading, cell in family.notes()]
+    notes = [f"- {heading}: {cell.status}: {cell.note}" for heading, cell in family.iterate_notes()]
     return "\n".join(lines + (["", *notes] if notes else [])) + "\n"

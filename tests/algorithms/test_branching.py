@@ -23,7 +23,7 @@ from tests.kits.walks import (
     trees,
     walks,
 )
-from TrainingFactory.algorithms.advantages import make_reward_tables, returns_to_go
+from TrainingFactory.algorithms.advantages import compute_returns, make_reward_tables
 from TrainingFactory.algorithms.branching import EpisodeTrees, TurnTable, compute_tree_advantages
 from TrainingFactory.algorithms.grpo import GRPO
 from TrainingFactory.data.samples import to_samples
@@ -193,7 +193,7 @@ def shared_turns_repeated(group: list[Trajectory]) -> np.ndarray:
 def baseline_over_leaves(group: list[Trajectory]) -> np.ndarray:
     """The right values and weights, less the mean of all leaves but the one that trains the turn."""
     table = credit_of(group)
-    returns = returns_to_go(*make_reward_tables(group), "turn")
+    returns = compute_returns(*make_reward_tables(group), "turn")
     others = (returns.sum(0) - returns) / (len(group) - 1)
     total = np.zeros(2 * STATES)
     for leaf, trajectory in enumerate(group):
@@ -205,7 +205,7 @@ def baseline_over_leaves(group: list[Trajectory]) -> np.ndarray:
 
 
 def credit_of(group: list[Trajectory]) -> TurnTable:
-    returns = returns_to_go(*make_reward_tables(group), "turn")
+    returns = compute_returns(*make_reward_tables(group), "turn")
     return compute_tree_advantages(EpisodeTrees(group, group), returns, np.ones(returns.shape, bool), "rloo")
 
 

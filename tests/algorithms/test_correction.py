@@ -13,7 +13,7 @@ import torch
 
 from tests.kits.algorithm import batch_for, groups_of, learner_for
 from tests.kits.learner import row_logprobs, samples_of, trained_values
-from TrainingFactory.algorithms.correction import Correction, importance_weights
+from TrainingFactory.algorithms.correction import Correction, compute_importance_weights
 from TrainingFactory.algorithms.grpo import GRPO
 from TrainingFactory.algorithms.ppo import PPO
 from TrainingFactory.algorithms.rft import RFT
@@ -62,7 +62,7 @@ def test_the_weights_are_the_formula(name: str, budget: int) -> None:
     assert (len(batch.packs) == 1) == (budget == 16_384)
     sums = dict.fromkeys(("importance_weight", "importance_masked", "importance_capped"), 0.0)
     for pack in batch.packs:
-        before, weight, metrics = importance_weights(
+        before, weight, metrics = compute_importance_weights(
             learner._compute_trained_tokens(pack, batch, algorithm.needs), correction
         )
         assert isinstance(weight, torch.Tensor) and not weight.requires_grad and not before.requires_grad

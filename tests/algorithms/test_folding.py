@@ -27,7 +27,7 @@ from tests.kits.learner import words
 from TrainingFactory.algorithms.grpo import GRPO
 from TrainingFactory.algorithms.trained_tokens import TrainedTokens
 from TrainingFactory.data.packing import make_batch
-from TrainingFactory.learning.forward import get_output_head, run_tree, tree_mode
+from TrainingFactory.learning.forward import get_output_head, run_tree, use_trees
 from TrainingFactory.types import Completion, Message, Reward, Sample, Task, Trajectory, Turn
 
 LOOK, ZERO, ONE, KEEP_ZERO, KEEP_ONE = range(1, 6)  # what the agent samples
@@ -254,7 +254,7 @@ def test_gradients_over_the_tree_are_those_of_single_rows_in_float64() -> None:
     def gradient(batches: Sequence[Any], over_tree: bool) -> dict[str, torch.Tensor]:
         model.zero_grad()
         for pack in (pack for batch in batches for pack in batch.packs):
-            with tree_mode(model, over_tree):
+            with use_trees(model, over_tree):
                 if over_tree:
                     states = run_tree(model, pack)
                 else:
@@ -290,7 +290,7 @@ def test_an_episode_that_exceeds_the_token_budget_is_split_with_the_same_gradien
     def gradient(batch: Any) -> torch.Tensor:
         model.zero_grad()
         for pack in batch.packs:
-            with tree_mode(model, True):
+            with use_trees(model, True):
                 logits = head(run_tree(model, pack)[torch.from_numpy(pack.source)])
             everything = torch.log_softmax(logits, -1)
             logprobs = everything.gather(1, torch.from_numpy(pack.target)[:, None])[:, 0]

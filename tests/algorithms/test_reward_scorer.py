@@ -111,7 +111,7 @@ def test_what_was_saved_scores_as_what_was_trained(
 
 def test_scores_of_an_episode_in_different_batches(made: tuple[Path, Learner]) -> None:
     episodes, (folder, _) = episodes_of(4), made
-    alone = RewardScorer.load(folder, score_together=False)
+    alone = RewardScorer.load(folder, scores_together=False)
     together = RewardScorer.load(folder, token_budget=100_000)
     rewards = alone.score(episodes)
     assert rewards == [alone.score([episode])[0] for episode in reversed(episodes)][::-1]

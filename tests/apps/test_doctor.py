@@ -29,7 +29,7 @@ from TrainingFactory.assembly.memory import GIB, estimate_model_memory
 from TrainingFactory.assembly.sampler import load, make_chat
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.models import chat_format, load_model
-from TrainingFactory.models.tiny import template
+from TrainingFactory.models.tiny import read_builtin_template
 from TrainingFactory.runs.diagnosis import FINDING_REMEDIES, Diagnosis
 from TrainingFactory.runs.tracking import PlainLines
 from TrainingFactory.training.source import StepGroups
@@ -78,7 +78,7 @@ def test_the_chat_format(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_example_call_that_is_not_read(tmp_path: Path) -> None:
     file, said, found = tmp_path / "own.jinja", list[str](), Diagnosis()
-    file.write_text(template().replace("<args-json-object>}", "<args-json-object>"))
+    file.write_text(read_builtin_template().replace("<args-json-object>}", "<args-json-object>"))
     config = TrainingConfig(model={"chat_template": str(file), "device": "cpu"})
     loaded_model = load(config)
     check_format(found, loaded_model, make_chat(config, loaded_model, notify=said.append), None)

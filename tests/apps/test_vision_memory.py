@@ -41,10 +41,10 @@ def test_tower_has_the_sizes_of_the_model(family: str) -> None:
     vision, tower = loaded.vision, measure_loaded_tower(loaded.model)
     assert vision is not None and tower is not None
     assert tower == measure_described_tower(loaded.model.config.to_dict())
-    assert tower.weights == sum(weight.numel() for _, weight in find_tower_parameters(loaded.model))
-    tokens = find_image(max(vision.ids(picture(1))))
+    assert tower.num_weights == sum(weight.numel() for _, weight in find_tower_parameters(loaded.model))
+    tokens = find_image(max(vision.get_image_ids(picture(1))))
     rows = vision._encode_cached(loaded.model, tokens)
-    assert rows[0].numel() == tower.outputs
+    assert rows[0].numel() == tower.num_outputs
     if family in (
         "gemma3",
         "internvl",
@@ -65,7 +65,7 @@ def test_a_trained_tower_keeps_what_is_estimated() -> None:
     loaded = vision_model("qwen3_vl")
     tower = measure_loaded_tower(loaded.model)
     assert tower is not None and loaded.vision is not None
-    tokens = find_image(loaded.vision.ids(picture(2, 256, 256))[0])
+    tokens = find_image(loaded.vision.get_image_ids(picture(2, 256, 256))[0])
     inputs = loaded.vision._make_inputs(loaded.model, tokens)
     weights = {weight.untyped_storage().data_ptr() for weight in loaded.model.parameters()}
     kept: dict[int, int] = {}
@@ -96,7 +96,7 @@ def test_bytes_of_images() -> None:
     assert tower is not None
     images = ImageUse(tokens=100, share=0.5, total=3)
     parts = image_bytes(config, tower, images, 1000, 4)
-    assert parts["encoded images"] == 4 * tower.outputs * (3 * 100 + 500)
+    assert parts["encoded images"] == 4 * tower.num_outputs * (3 * 100 + 500)
     assert parts["vision activations"] == activation_bytes(tower._replace(num_hidden_layers=1), 400, False, 4)
     trained = config.model_copy(update={"model": config.model.model_copy(update={"train_tower": True})})
     assert image_bytes(trained, tower, images, 1000, 4)["vision activations"] == activation_bytes(
@@ -150,7 +150,10 @@ def test_widths_of_layers_that_differ() -> None:
 def test_a_recorded_run_shows_its_images() -> None:
     vision = vision_model("qwen3_vl").vision
     assert vision is not None
-    first, second = vision.ids(picture(1)), vision.ids(picture(2, 32, 32))  # 12 and 4 tokens
+    first, second = (
+        vision.get_image_ids(picture(1)),
+        vision.get_image_ids(picture(2, 32, 32)),
+    )  # 12 and 4 tokens
     turns = [
         Turn([1, *first], Completion([4], [0.0], "stop"), Message("assistant")),
         Turn([1, *first, 4, *second, 5], Completion([7], [0.0], "stop"), Message("assistant")),
@@ -175,15 +178,15 @@ def test_forecast_counts_the_tower(family: str, tmp_path: Path) -> None:
     tower = find_shape(str(tmp_path), None).tower
     assert tower is not None
     diagnosis = forecast(seen, None, "h100")
-    assert f"a vision tower of {tower.weights:,}" in diagnosis.facts["model"]
+    assert f"a vision tower of {tower.num_weights:,}" in diagnosis.facts["model"]
     assert "model.image_tokens=1024" in diagnosis.facts["images"]
     blind = forecast(TrainingConfig(model={"name": str(tmp_path)}), None, "h100")
     assert "vision tower" not in blind.facts["model"] and "encoded images" not in blind.facts["memory"]
     shape = find_shape(str(tmp_path), None)
     train = TrainingConfig(model={"name": str(tmp_path), "vision": True, "train_tower": True})
     extra = learner_bytes(shape, train, frozenset(), 1)["optimizer"]
-    assert extra - learner_bytes(shape, seen, frozenset(), 1)["optimizer"] == 8 * tower.weights
-    assert shape.params + tower.weights == pytest.approx(
+    assert extra - learner_bytes(shape, seen, frozenset(), 1)["optimizer"] == 8 * tower.num_weights
+    assert shape.params + tower.num_weights == pytest.approx(
         sum(weight.numel() for weight in model.parameters()), rel=0.02
     )
 

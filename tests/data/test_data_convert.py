@@ -11,7 +11,7 @@ import pytest
 from tests.data.test_data_recorded import in_tokens, rows
 from tests.kits.cli import Run
 from tests.kits.data import loaded, played, tool_dialogues, write
-from TrainingFactory.algorithms.preferences import best_and_worst
+from TrainingFactory.algorithms.preferences import pick_best_and_worst
 from TrainingFactory.data.convert import Filters, Layout, convert, to_swift_row
 from TrainingFactory.data.datasets import read_rows
 from TrainingFactory.data.examples import Form, load_examples
@@ -135,7 +135,7 @@ def test_turns_are_good_over_the_threshold(tmp_path: Path) -> None:
 def test_what_is_a_pair_is_the_same_everywhere(tmp_path: Path) -> None:
     """Rewards that differ by rounding only are equal: to the filters, to the reader, and to the algorithms."""
     group = played(1, [Reward(0.1, [0.2]), Reward(0.3)])
-    assert best_and_worst(group) is None
+    assert pick_best_and_worst(group) is None
     path = saved(tmp_path, group)
     assert convert(read_rows(path), "dpo").dropped == {"pair: equal rewards or completions": 1}
     with pytest.raises(ValueError, match="equal rewards"):

@@ -33,7 +33,7 @@ from TrainingFactory.learning.learner import Learner
 from TrainingFactory.learning.lora import add_lora
 from TrainingFactory.learning.optim import OptimizerOptions
 from TrainingFactory.models import chat_format, load_model
-from TrainingFactory.models.compatibility import COLUMNS, COMPATIBILITY_FILE, Cell, read_compatibility
+from TrainingFactory.models.compatibility import COLUMN_HEADINGS, COMPATIBILITY_FILE, Cell, read_compatibility
 from TrainingFactory.models.tiny import tiny_tokenizer
 from TrainingFactory.sampling import NativeEngine
 from TrainingFactory.types import Completion, Message, Sample, SamplingParams, ToolCall, ToolSpec
@@ -373,7 +373,7 @@ def template_cell(family: ModelFamily) -> Cell:
 
 
 def family_cells(
-    family: ModelFamily, architectures: set[str] | None, columns: Sequence[str] = tuple(COLUMNS)
+    family: ModelFamily, architectures: set[str] | None, columns: Sequence[str] = tuple(COLUMN_HEADINGS)
 ) -> dict[str, Cell]:
     """Return the results of these columns. Adapters are sampled with if the engine takes the family."""
     uses_engine = {"engine", "lora", "quantized"} & set(columns)
@@ -387,13 +387,15 @@ def family_cells(
         "vllm": lambda: vllm_cell(family, architectures),
         "template": lambda: template_cell(family),
     }
-    return {name: checks[name]() if name in columns else Cell(UNTESTED) for name in COLUMNS}
+    return {name: checks[name]() if name in columns else Cell(UNTESTED) for name in COLUMN_HEADINGS}
 
 
 def entry(family: ModelFamily, cells: dict[str, Cell]) -> dict[str, Any]:
     facts = {name: getattr(family, name) for name in ("key", "name", "model_type", "released", "features")}
     facts["architecture"] = architecture_of(family)
-    return facts | {name: {"status": cells[name].status, "note": cells[name].note} for name in COLUMNS}
+    return facts | {
+        name: {"status": cells[name].status, "note": cells[name].note} for name in COLUMN_HEADINGS
+    }
 
 
 def versions() -> dict[str, str]:
@@ -410,7 +412,7 @@ def regenerate(keys: Sequence[str] = (), columns: Sequence[str] = ()) -> None:
     recorded = read_compatibility() if COMPATIBILITY_FILE.is_file() else None
     old_cells = {family.key: family.cells for family in recorded.families} if recorded else {}
     packages = (recorded.versions if recorded else {}) | versions()
-    columns = columns or tuple(COLUMNS)
+    columns = columns or tuple(COLUMN_HEADINGS)
     architectures = vllm_architectures() if "vllm" in columns else None
     results = dict(old_cells)
     for family in FAMILIES:
@@ -422,7 +424,10 @@ def regenerate(keys: Sequence[str] = (), columns: Sequence[str] = ()) -> None:
                 cells[name] = old_cells[family.key][name]
         results[family.key] = cells
         print(
-            f"{family.key:18}", *(f"{name}: {cells[name].status}" for name in COLUMNS), sep="  ", flush=True
+            f"{family.key:18}",
+            *(f"{name}: {cells[name].status}" for name in COLUMN_HEADINGS),
+            sep="  ",
+            flush=True,
         )
         write_results(packages, results)
     print(f"wrote {COMPATIBILITY_FILE} and {PAGE}")
@@ -442,5 +447,5 @@ if __name__ == "__main__":
 
     logging.set_verbosity_error()
     torch.set_num_threads(1)
-    selected_columns = [word for word in sys.argv[1:] if word in COLUMNS]
-    regenerate([word for word in sys.argv[1:] if word not in COLUMNS], selected_columns)
+    selected_columns = [word for word in sys.argv[1:] if word in COLUMN_HEADINGS]
+    regenerate([word for word in sys.argv[1:] if word not in COLUMN_HEADINGS], selected_columns)

@@ -20,7 +20,7 @@ from TrainingFactory.learning.learner import Learner
 from TrainingFactory.learning.lora import add_lora
 from TrainingFactory.learning.optim import OptimizerOptions
 from TrainingFactory.models import LoadedModel, load_model
-from TrainingFactory.models.tiny import tiny_model, tiny_tokenizer
+from TrainingFactory.models.tiny import make_tiny_model, tiny_tokenizer
 from TrainingFactory.types import Sample
 
 
@@ -94,7 +94,7 @@ def test_checkpoints_of_other_models_are_refused(tmp_path: Path) -> None:
     loaded, learner = make()
     learn(learner, 1)
     save_checkpoint(tmp_path / "c", learner, loaded.tokenizer, {})
-    smaller = Learner(tiny_model(500, 0, 1), OptimizerOptions("adamw", learning_rate=1e-3))
+    smaller = Learner(make_tiny_model(500, 0, 1), OptimizerOptions("adamw", learning_rate=1e-3))
     before = weights(smaller)
     wrong = r"embed_tokens.weight is \[\d+, 128\] in it and \[500, 128\] in the model"
     with pytest.raises(ValueError, match=wrong):

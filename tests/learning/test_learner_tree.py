@@ -14,10 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.kits.engine import tiny
 from tests.kits.learner import ragged_rows
 from TrainingFactory.data.packing import Pack, TreeNode, pack
-from TrainingFactory.learning.forward import run_tree, tree_mode
+from TrainingFactory.learning.forward import run_tree, use_trees
 from TrainingFactory.learning.tree import attention as tree
 from TrainingFactory.learning.tree import flex as tree_flex
-from TrainingFactory.learning.tree.layers import compile_once, fused_layers
+from TrainingFactory.learning.tree.layers import compile_once, use_fused_layers
 from TrainingFactory.learning.tree.parts import _group_nodes, plan_parts
 
 
@@ -121,7 +121,10 @@ def test_fused_layers_give_what_the_layers_give(family: str, make: Any, linear: 
     results = []
     for quick in (False, True):
         model.zero_grad()
-        with tree_mode(model), fused_layers(model, tree.tree_attention, plain) if quick else nullcontext():
+        with (
+            use_trees(model),
+            use_fused_layers(model, tree.tree_attention, plain) if quick else nullcontext(),
+        ):
             states = run_tree(model, packed)
             (states * torch.linspace(-1, 1, 32)).sum().backward()
         results.append([states, *(each.grad for each in model.parameters() if each.grad is not None)])
@@ -136,9 +139,9 @@ def test_layers_that_somebody_changed_are_not_fused() -> None:
     model = tiny()
     first, second = model.model.layers[:2]
     first.mlp.register_forward_hook(lambda *_: None)
-    with fused_layers(model, tree.tree_attention):
+    with use_fused_layers(model, tree.tree_attention):
         assert "forward" not in first.__dict__ and "forward" in second.__dict__
-        with fused_layers(
+        with use_fused_layers(
             model, tree.tree_attention
         ):  # a second time: nothing is left to do, or to take back
             pass

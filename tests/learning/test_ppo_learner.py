@@ -50,7 +50,7 @@ def plain_gradients(
             loss = (-gains + 0.25 * (values - returns[done:end]) ** 2 + ppo.kl * k3).sum()
             (loss / len(every)).backward()
             done = end
-    named = list(learner._named_parameters())
+    named = list(learner._iterate_parameters())
     found = {name: param.grad.clone() for name, param in named if param.grad is not None}
     for _, param in named:
         param.grad = None

@@ -16,7 +16,7 @@ from TrainingFactory.learning.forward import (
     get_output_head,
     get_sharing_problem,
     run_tree,
-    tree_mode,
+    use_trees,
 )
 from TrainingFactory.types import Sample
 
@@ -122,7 +122,7 @@ def test_tree_equals_rows(family: str) -> None:
         row_logits.append(logits.detach())
     expected = gradients(model)
     assert get_sharing_problem(model) is None
-    with tree_mode(model):
+    with use_trees(model):
         states = run_tree(model, packed)[forward._get_row_positions(packed)]
         logits = get_output_head(model)(states)
         (logits * torch.cat(loss_weights)).sum().backward()

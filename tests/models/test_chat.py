@@ -12,7 +12,7 @@ from tests.kits.tokenizers import QWEN3, byte_tokenizer, deepseek, from_wheel, l
 from TrainingFactory.common.openai_format import spec_to_dict
 from TrainingFactory.models import DeepSeekModel, Family, LlamaModel, Qwen3Model, chat_format, register_family
 from TrainingFactory.models.families import FAMILIES
-from TrainingFactory.models.tiny import template, tiny_tokenizer
+from TrainingFactory.models.tiny import read_builtin_template, tiny_tokenizer
 from TrainingFactory.types import Completion, Message, ToolCall, ToolSpec, Turn
 
 TOOL = ToolSpec("add", "Adds.", {"type": "object", "properties": {"a": {"type": "integer"}}})
@@ -87,7 +87,7 @@ def test_ids_are_the_tokenizers_own_merges_over_borders_included() -> None:
 
 
 def test_our_template_is_qwen3s() -> None:
-    ours, theirs = byte_tokenizer(template(), QWEN3), from_wheel("qwen3_instruct_2507", QWEN3)
+    ours, theirs = byte_tokenizer(read_builtin_template(), QWEN3), from_wheel("qwen3_instruct_2507", QWEN3)
     calls = [{"function": {"name": "add", "arguments": given}} for given in ({"a": 1}, "{}")]
     messages = [
         said("system", "S"), said("user", " U\n"), said("assistant", "A", tool_calls=calls), said("tool", "1"),
@@ -212,10 +212,10 @@ def test_bad_input_is_answered_in_words() -> None:
         chat_format(byte_tokenizer(None))
     with pytest.raises(ValueError, match="at least one message"):
         chat_format(tiny_tokenizer()).render([])
-    shouting = template().replace(
+    shouting = read_builtin_template().replace(
         "'<|im_start|>' + message.role + '\\n' + text", "message.role + text | upper"
     )
-    assert shouting != template()
+    assert shouting != read_builtin_template()
     with pytest.raises(ValueError, match=r"drops or rewrites a text \(user\)"):
         chat_format(byte_tokenizer(shouting, QWEN3)).render([Message("user", "hi")])
 
@@ -272,7 +272,7 @@ def test_a_family_of_ones_own() -> None:
 
 
 def test_the_date_is_fixed() -> None:
-    source = "{{ strftime_now('%Y-%m-%d') }}" + template()
+    source = "{{ strftime_now('%Y-%m-%d') }}" + read_builtin_template()
     chat = chat_format(byte_tokenizer(source, QWEN3), day=date(2024, 2, 29))
     assert chat.decode(chat.render([Message("user", "hi")])).startswith("2024-02-29<|im_start|>")
 

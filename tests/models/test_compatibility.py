@@ -15,7 +15,7 @@ from tests.kits import compat
 from tests.kits.cli import Run
 from tests.kits.families import BY_KEY, FAMILIES, ModelFamily
 from TrainingFactory.learning import learner as learner_module
-from TrainingFactory.models.compatibility import COLUMNS, Cell, find_families, read_compatibility
+from TrainingFactory.models.compatibility import COLUMN_HEADINGS, Cell, find_families, read_compatibility
 from TrainingFactory.sampling import NativeEngine
 
 QUICK = ("gpt_oss", "exaone4", "lfm2")
@@ -111,7 +111,7 @@ def test_the_command_lists_every_family(tfactory: Run) -> None:
     status, out, err = tfactory("models", "--compat")
     assert status == 0 and "docs/COMPATIBILITY.md" in err
     assert [line.split()[0] for line in out.splitlines()[1:]] == list(RECORDED)
-    assert all(heading.split()[0] in out.splitlines()[0] for heading in COLUMNS.values())
+    assert all(heading.split()[0] in out.splitlines()[0] for heading in COLUMN_HEADINGS.values())
 
 
 @pytest.mark.parametrize("name", ["lfm2", "Lfm2ForCausalLM", "LiquidAI/LFM2-1.2B", "LFM2"])

@@ -13,7 +13,7 @@ from tests.models.test_round_trip import ARGUMENTS, TOOL
 from TrainingFactory.assembly import sampler as build_sampler
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.models import LoadedModel, chat_format, load_model
-from TrainingFactory.models.tiny import tiny_model
+from TrainingFactory.models.tiny import make_tiny_model
 from TrainingFactory.models.tools_format import FORMAT_TAGS, add_tools_format
 from TrainingFactory.types import Completion, Message, ToolCall, Turn
 
@@ -29,7 +29,7 @@ TEMPLATES = {
 
 def bare(name: str = "chatml", spare: int = 0, tied: bool = True) -> LoadedModel:
     tokenizer = TEMPLATES[name]()
-    model = tiny_model(len(tokenizer) + spare, tokenizer.eos_token_id, tokenizer.eos_token_id)
+    model = make_tiny_model(len(tokenizer) + spare, tokenizer.eos_token_id, tokenizer.eos_token_id)
     if not tied:
         model.config.tie_word_embeddings = False
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() * 2)

@@ -29,7 +29,7 @@ from TrainingFactory.common.image_tokens import (
 )
 from TrainingFactory.models.chat import TemplateChatFormat, chat_format
 from TrainingFactory.models.loading import load_model
-from TrainingFactory.models.tiny import template, tiny_tokenizer
+from TrainingFactory.models.tiny import read_builtin_template, tiny_tokenizer
 from TrainingFactory.models.tower_shape import measure_described_tower, measure_loaded_tower
 from TrainingFactory.models.vision import Vision, open_vision
 from TrainingFactory.types import Completion, Image, Message, PlacedImage, ToolCall, ToolSpec, Turn
@@ -93,7 +93,7 @@ def test_the_ids_are_those_of_the_released_template() -> None:
                 tokenizer.apply_chat_template(
                     given, tokenize=False, add_generation_prompt=True, chat_template=text, **options
                 )
-                for text in (template("qwen3_vl_instruct"), released.read_text())
+                for text in (read_builtin_template("qwen3_vl_instruct"), released.read_text())
             )
             assert own == expected
 
@@ -121,11 +121,11 @@ def test_text_never_becomes_an_image(family: str) -> None:
 
 def test_tool_results_without_a_place_for_images_show_them_afterwards() -> None:
     tokenizer = tiny_tokenizer("qwen3_instruct")
-    text = template("qwen3_vl_instruct").replace(
+    text = read_builtin_template("qwen3_vl_instruct").replace(
         "'\\n<tool_response>\\n' + text",
         "'\\n<tool_response>\\n' + (message.content if message.content is string else '')",
     )
-    assert text != template("qwen3_vl_instruct")
+    assert text != read_builtin_template("qwen3_vl_instruct")
     tokenizer.chat_template = text
     chat = chat_format(tokenizer, vision=vision_model("qwen3_vl").vision)
     assert chat.note is not None
@@ -224,7 +224,7 @@ def test_gemma_4_is_loaded_without_its_audio_part(tmp_path: Path) -> None:
     seen.save_preprocessors(tmp_path / "trained")
     again = load_model(str(tmp_path / "trained"), dtype="float32", device="cpu")
     assert again.vision is not None and again.notes == ()
-    assert again.vision.ids(picture(0)) == seen.vision.ids(picture(0))
+    assert again.vision.get_image_ids(picture(0)) == seen.vision.get_image_ids(picture(0))
 
 
 def test_the_builtin_weights_are_the_same_everywhere() -> None:
@@ -288,9 +288,9 @@ def test_a_family_equals_its_own_forward(family: str) -> None:
     places = [PlacedImage(5, picture(0)), PlacedImage(5, picture(1, 40, 70)), PlacedImage(9, picture(0))]
     ids = chat.render([Message("user", "Left, right.", images=places)])
     tokens = torch.tensor([ids]).numpy()
-    inputs, images = vision.model_inputs(loaded.model, tokens)
+    inputs, images = vision.make_model_inputs(loaded.model, tokens)
     if vision.has_rope:
-        images["position_ids"] = torch.from_numpy(vision.rope(tokens[0])[0])[:, None]
+        images["position_ids"] = torch.from_numpy(vision.compute_rope(tokens[0])[0])[:, None]
     with torch.no_grad():
         actual = loaded.model(input_ids=torch.from_numpy(inputs), **images).logits
         expected = loaded.model(**own_inputs(loaded, ids)).logits

@@ -15,7 +15,7 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.evaluation.evaluation import make_sections
 from TrainingFactory.evaluation.identity import identify_model
 from TrainingFactory.models import load_model
-from TrainingFactory.models.tiny import template
+from TrainingFactory.models.tiny import read_builtin_template
 from TrainingFactory.resolve.model_names import find_model
 from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.trainers.trainers import GRPOTrainer
@@ -23,7 +23,7 @@ from TrainingFactory.trainers.training_run import Training
 from TrainingFactory.training.dataset import UserObjects
 
 OPENING = "<|im_start|>system\nOur own template.<|im_end|>\n"
-OWN = f"{{{{ {OPENING!r} }}}}{template()}"
+OWN = f"{{{{ {OPENING!r} }}}}{read_builtin_template()}"
 
 
 def prompts(run: RunFolder) -> list[str]:

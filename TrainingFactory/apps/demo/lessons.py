@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from TrainingFactory.common.event_loop import run
 from TrainingFactory.common.openai_format import message_to_dict, spec_to_dict
 from TrainingFactory.envs.builtin.screen import Screens
-from TrainingFactory.models.names import BUILTIN, BUILTIN_VL
+from TrainingFactory.models.names import TINY_ID, TINY_VL_ID
 from TrainingFactory.models.words import NAMES, PLACES, THINGS
 from TrainingFactory.protocols import ChatFormat, Environment
 from TrainingFactory.rollout import play
@@ -69,7 +69,7 @@ class Lessons:
     num_dialogues: int = 4480
     num_demonstrations: int = 1500  # different demonstrations
     novice_share: float = 0.55  # share of novice demonstrations
-    model: str = BUILTIN
+    model: str = TINY_ID
     configs: tuple[str, str] = ("warm_start.yaml", "grpo.yaml")
 
     def stages(self, batch_size: int) -> dict[int, str]:
@@ -112,7 +112,7 @@ LESSONS = {
         num_dialogues=2880,
         num_demonstrations=2000,
         novice_share=0.55,
-        model=BUILTIN_VL,
+        model=TINY_VL_ID,
         configs=("screen_warm_start.yaml", "screen_grpo.yaml"),
     ),
 }

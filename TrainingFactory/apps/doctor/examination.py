@@ -88,7 +88,7 @@ def forecast(config: TrainingConfig, size: str | None, gpu: str) -> Diagnosis:
     estimate_other = partial(_estimate_shape, shape, build_sampler.DEFAULT_MAX_LENGTH)
     active_text = f", {shape.active:,} active" if shape.active < shape.total_weights else ""
     if shape.tower is not None:
-        active_text += f", a vision tower of {shape.tower.weights:,}"
+        active_text += f", a vision tower of {shape.tower.num_weights:,}"
         diagnosis.facts["images"] = (
             f"assumed: of model.image_tokens={config.model.image_tokens} tokens, all tokens of an update, and more "
             "than the cache holds"

@@ -30,8 +30,8 @@ from TrainingFactory.assembly.states import (
     recurrent_layer,
 )
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.models.names import BUILTIN_VL, SUPPORTED_MODELS, resolve_model_name
-from TrainingFactory.models.tiny import builtin_tokenizer, tiny_vl_config
+from TrainingFactory.models.names import SUPPORTED_MODELS, TINY_VL_ID, resolve_model_name
+from TrainingFactory.models.tiny import make_builtin_tokenizer, make_tiny_vl_config
 from TrainingFactory.models.tower_shape import ImageUse, TowerShape, measure_described_tower
 
 FIGURES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("figures.yaml").read_text(encoding="utf-8"))
@@ -108,7 +108,7 @@ class ModelShape(NamedTuple):
         # Quantization leaves fused experts as they are.
         num_quantizable = self.computed if self.active < self.total_weights else self.params
         weight_bits, layers = BITS[config.model.quantization], max(0, num_quantizable - self.ends)
-        vision = 0 if self.tower is None else self.tower.weights
+        vision = 0 if self.tower is None else self.tower.num_weights
         weights, stored = self.params + vision, 2 * (self.params - layers + vision) + layers * weight_bits / 8
         trained_tower = vision * config.model.train_tower
         if not config.lora.enabled:
@@ -127,7 +127,7 @@ class ModelShape(NamedTuple):
 
     def encode(self, num_tokens: float) -> float:
         """Return the FLOPs of the vision tower for `num_tokens` image tokens, without its attention."""
-        return 0.0 if self.tower is None else 2 * self.tower.weights * self.tower.patches * num_tokens
+        return 0.0 if self.tower is None else 2 * self.tower.num_weights * self.tower.patches * num_tokens
 
 
 def find_shape(name: str, size: str | None) -> ModelShape:
@@ -135,8 +135,9 @@ def find_shape(name: str, size: str | None) -> ModelShape:
     shapes, path = FIGURES["shapes"], Path(resolve_model_name(name)).expanduser() / "config.json"
     if size is None and path.is_file():
         return _shape_from_config(name, json.loads(path.read_text(encoding="utf-8")))
-    if size is None and resolve_model_name(name) == BUILTIN_VL:
-        return _shape_from_config(BUILTIN_VL, tiny_vl_config(builtin_tokenizer(BUILTIN_VL)).to_dict())
+    if size is None and resolve_model_name(name) == TINY_VL_ID:
+        tokenizer = make_builtin_tokenizer(TINY_VL_ID)
+        return _shape_from_config(TINY_VL_ID, make_tiny_vl_config(tokenizer).to_dict())
     for key in (size, name) if size else (name,):
         if (config := _find_config(key)) is not None:
             return count_shape(key, config)
@@ -202,7 +203,7 @@ def plan_shape(config: TrainingConfig, size: str | None) -> ModelShape:
     """Return the shape of a config's model, with its vision tower if `model.vision` is set or the model is the built-in
     vision-language model. Environments and data are not loaded."""
     shape = find_shape(config.model.name, size)
-    sees_images = config.model.vision or resolve_model_name(config.model.name) == BUILTIN_VL
+    sees_images = config.model.vision or resolve_model_name(config.model.name) == TINY_VL_ID
     if config.model.vision and shape.tower is None:
         raise ValueError(
             f"model.vision: the tower of {shape.name} is unknown; set model.name to a folder with the config.json of a "

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from TrainingFactory import services
 from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.integrations.hello_agents import datasets
-from TrainingFactory.models.names import BUILTIN, resolve_model_name
+from TrainingFactory.models.names import TINY_ID, resolve_model_name
 from TrainingFactory.resolve.model_names import ADAPTER, find_model
 from TrainingFactory.runs.tracking import PlainLines, format_metrics_line
 from TrainingFactory.trainers.trl_keywords import VALUE_MAP
@@ -143,7 +143,7 @@ def make_model_section(name: str, lora: dict[str, Any], folder: Path) -> dict[st
     same values are removed from it; the trainer rejects keys with other values."""
     resolved_model = find_model(name)
     if resolved_model.adapter is None or resolved_model.folder is None:
-        if resolve_model_name(resolved_model.name) == BUILTIN and lora.get("enabled"):
+        if resolve_model_name(resolved_model.name) == TINY_ID and lora.get("enabled"):
             return {"name": str(_save_builtin(folder / "base"))}
         # Further keys that factories.yaml has for a name are resolved later, from the name.
         return resolved_model.section if resolved_model.query == name else {"name": name}
@@ -168,7 +168,7 @@ def _save_builtin(folder: Path) -> Path:
     from TrainingFactory.models.loading import load_model
 
     if not (folder / "config.json").is_file():
-        loaded_model = load_model(BUILTIN, device="cpu")
+        loaded_model = load_model(TINY_ID, device="cpu")
         loaded_model.model.save_pretrained(folder)
         loaded_model.tokenizer.save_pretrained(folder)
     return folder.resolve()

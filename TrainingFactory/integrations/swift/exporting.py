@@ -21,7 +21,7 @@ from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.integrations.swift import CONFIG_VARIABLE, NAME, TASK_COLUMN
 from TrainingFactory.integrations.swift.keys import LORA_ARGUMENTS, SAME_MEANING, VALUES
 from TrainingFactory.integrations.swift.scheduler import as_swift_messages, check_config, swift_environment
-from TrainingFactory.models.names import BUILTINS, resolve_model_name
+from TrainingFactory.models.names import TINY_IDS, resolve_model_name
 from TrainingFactory.resolve import factories
 from TrainingFactory.resolve.model_names import with_resolved_model
 from TrainingFactory.training.dataset import make_tasks
@@ -131,7 +131,7 @@ def _make_model_arguments(config: TrainingConfig) -> dict[str, Any]:
     """Return the arguments that load the config's model: a folder, a hub id, or an adapter of one."""
     section = with_resolved_model(config).model
     model_name = resolve_model_name(section.name)
-    if model_name in BUILTINS or model_name.startswith("package:") or model_name.endswith(".gguf"):
+    if model_name in TINY_IDS or model_name.startswith("package:") or model_name.endswith(".gguf"):
         raise ValueError(
             f"model.name: ms-swift cannot load {section.name}. Name a folder or a hub id; `tfactory export` writes the "
             "folder of a trained model."

@@ -44,7 +44,7 @@ def rotate(
     return (states * cos[:, :, None] + rotated * sin[:, :, None]).transpose(1, 2)
 
 
-def gate(gate_states: torch.Tensor, up_states: torch.Tensor) -> torch.Tensor:
+def apply_gate(gate_states: torch.Tensor, up_states: torch.Tensor) -> torch.Tensor:
     return silu(gate_states) * up_states
 
 
@@ -65,7 +65,7 @@ def compute_layer_output(
 ) -> torch.Tensor:  # fmt: skip
     """Return the layer's output from its input `states` and the attention output `attention_output`."""
     states, normed = add_norm(states, linear(attention_output, *out_proj), weight, epsilon)
-    return states + linear(gate(linear(normed, *gate_proj), linear(normed, *up_proj)), *down_proj)
+    return states + linear(apply_gate(linear(normed, *gate_proj), linear(normed, *up_proj)), *down_proj)
 
 
 @functools.cache
@@ -84,7 +84,7 @@ def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def fused_layers(model: PreTrainedModel, attend: Attend, jit: Jit = compile_once) -> Iterator[None]:
+def use_fused_layers(model: PreTrainedModel, attend: Attend, jit: Jit = compile_once) -> Iterator[None]:
     """Replace the forward of each supported decoder layer by the fused one inside the block. Layers that other code has
     patched are skipped."""
     config = model.config.get_text_config()
@@ -135,7 +135,7 @@ def _forward(
     if matrices is not None:
         return jit(compute_layer_output)(hidden_states, attention_output, *norm_args, *matrices[3:])
     states, normed = jit(add_norm)(hidden_states, attention.o_proj(attention_output), *norm_args)
-    return states + mlp.down_proj(jit(gate)(mlp.gate_proj(normed), mlp.up_proj(normed)))
+    return states + mlp.down_proj(jit(apply_gate)(mlp.gate_proj(normed), mlp.up_proj(normed)))
 
 
 def _get_window(attention: Any) -> int | None:

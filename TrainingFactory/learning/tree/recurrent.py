@@ -97,7 +97,7 @@ def _make_batch(
 
 
 @contextlib.contextmanager
-def segmented_layers(model: PreTrainedModel) -> Iterator[None]:
+def use_segmented_layers(model: PreTrainedModel) -> Iterator[None]:
     """Run the recurrent layers over the segments set by `set_segments` inside the block. A nested block changes
     nothing."""
     layers = [layer for layer in find_recurrent_layers(model) if "tfactory_segments" not in layer.__dict__]
