@@ -81,7 +81,7 @@ class ConversionResult:
 class _Episode:
     """The parts of a trajectory that rows need, without the tokens, to save memory."""
 
-    group: str
+    group_id: str
     row: dict[str, Any]  # with "prompt" and "completion"
     reward: float
     step_rewards: list[float]
@@ -159,15 +159,15 @@ def _read_episode(row: DatasetRow, form: Form, filters: Filters) -> _Episode | s
     }
     prompt_images, images = _list_images(episode.prompt), _list_images(messages)
     if prompt_images or images:
-        columns["images"] = [image_path(image) for image in (*prompt_images, *images)]
+        columns["images"] = [get_image_path(image) for image in (*prompt_images, *images)]
     if episode.tools:
         columns["tools"] = [spec_to_dict(spec) for spec in episode.tools]
     step_rewards = episode.reward.steps[: len(turns)] if episode.reward else []
-    images_by_path = {image_path(image): image for image in (*prompt_images, *images)}
+    images_by_path = {get_image_path(image): image for image in (*prompt_images, *images)}
     return _Episode(episode.group, columns, reward or 0.0, step_rewards, images_by_path)
 
 
-def image_path(image: Image) -> str:
+def get_image_path(image: Image) -> str:
     """Return the path of an image in rows, relative to the folder of the rows' file."""
     return ImageStore(Path(IMAGES_FOLDER)).path(image.digest).as_posix()
 
@@ -215,7 +215,7 @@ def _make_pairs(episodes: list[_Episode], filters: Filters, drops: Counter[str])
     """Return one pair per group: its best and its worst episode, the first of equally good ones."""
     groups: dict[str, list[_Episode]] = defaultdict(list)
     for episode in episodes:
-        groups[episode.group].append(episode)
+        groups[episode.group_id].append(episode)
     rows = []
     for group_name, group in groups.items():
         pair = best_and_worst(group, lambda episode: episode.reward)

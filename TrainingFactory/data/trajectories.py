@@ -21,7 +21,7 @@ from TrainingFactory.common.openai_format import (
     spec_from_dict,
     spec_to_dict,
 )
-from TrainingFactory.data.disk import naming_file_on_error
+from TrainingFactory.data.disk import name_file_on_error
 from TrainingFactory.types import (
     Completion,
     Image,
@@ -54,7 +54,7 @@ def save_trajectories(path: str | Path, trajectories: Iterable[Trajectory], appe
     path.parent.mkdir(parents=True, exist_ok=True)
     mode, store = "a" if append else "w", ImageStore.beside(path)
     with (
-        naming_file_on_error(path),
+        name_file_on_error(path),
         path.open(mode, encoding="utf-8", errors=ENCODING_ERRORS, newline="\n") as file,
     ):
         for trajectory in trajectories:
