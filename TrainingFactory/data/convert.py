@@ -30,7 +30,7 @@ from TrainingFactory.common.images import IMAGES_FOLDER, ImageStore, split_text
 from TrainingFactory.common.openai_format import message_to_dict, spec_to_dict
 from TrainingFactory.data.datasets import DatasetRow
 from TrainingFactory.data.examples import PAIR_FORMS, Form, find_unusable_reason, read_recorded_episode
-from TrainingFactory.data.ranking import best_and_worst, sum_rewards, warn_if_one_sided
+from TrainingFactory.data.ranking import pick_best_and_worst, sum_rewards, warn_if_one_sided
 from TrainingFactory.data.row_images import TAG
 from TrainingFactory.types import Image, Message, Status, Trajectory
 
@@ -218,7 +218,7 @@ def _make_pairs(episodes: list[_Episode], filters: Filters, drops: Counter[str])
         groups[episode.group_id].append(episode)
     rows = []
     for group_name, group in groups.items():
-        pair = best_and_worst(group, lambda episode: episode.reward)
+        pair = pick_best_and_worst(group, lambda episode: episode.reward)
         if pair is None or pair[0].row["completion"] == pair[1].row["completion"]:
             drops["pair: equal rewards or completions"] += 1
         elif (margin := pair[0].reward - pair[1].reward) < filters.min_margin:

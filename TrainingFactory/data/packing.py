@@ -34,7 +34,7 @@ class TreeNode:
     depth: int  # position of its first token in a row
     parent: int  # index of the parent node, -1 for a root
     level: int  # number of ancestors
-    rows: int = 1  # rows that contain it
+    num_rows: int = 1  # rows that contain it
 
 
 @dataclass(slots=True)

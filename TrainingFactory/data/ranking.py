@@ -16,7 +16,7 @@ def sum_rewards(reward: Reward) -> float:
     return reward.outcome + sum(reward.steps)
 
 
-def best_and_worst(
+def pick_best_and_worst(
     group: Iterable[Scored], reward_of: Callable[[Scored], float]
 ) -> tuple[Scored, Scored] | None:
     """Return the first best and the first worst member of a group; None if all rewards are equal up to rounding."""

@@ -237,7 +237,7 @@ class CompactTrajectory:
             turns.append((continues, np.asarray(new_ids, np.int32), ids, np.asarray(sampled.logprobs), bare))
         return cls(replace(trajectory, turns=[]), turns)
 
-    def trajectory(self) -> Trajectory:
+    def restore(self) -> Trajectory:
         turns, previous_ids = [], []
         for is_continuation, new_ids, token_ids, logprobs, stripped_turn in self.turns:
             completion = replace(
@@ -251,7 +251,7 @@ class CompactTrajectory:
     @property
     def length(self) -> int:
         """Return the length of the longest prompt plus completion, in tokens."""
-        turns = self.trajectory().turns
+        turns = self.restore().turns
         return max((len(turn.prompt_ids) + len(turn.completion.token_ids) for turn in turns), default=0)
 
 

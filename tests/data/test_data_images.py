@@ -308,7 +308,7 @@ def test_image_tokens_are_stored_independently_of_the_process(tmp_path: Path) ->
     assert next(load_trajectories(path)) == episode
     assert trajectory_from_dict(json.loads(json.dumps(trajectory_to_dict(episode)))) == episode
     compact = CompactTrajectory.from_trajectory(episode)
-    assert compact.trajectory() == episode
+    assert compact.restore() == episode
     code = f"""
 from pathlib import Path
 from TrainingFactory.data.trajectories import CompactTrajectory, load_trajectories

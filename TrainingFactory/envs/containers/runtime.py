@@ -59,8 +59,8 @@ class Limits:
 
     cpus: float = 1.0
     memory_mb: int = 2048
-    max_processes: int = 256
-    has_network: bool = False
+    pids: int = 256
+    network: bool = False
     lifetime: float = 7200.0  # seconds after which the container ends by itself
 
 
@@ -208,12 +208,12 @@ def make_start_arguments(
     """Return the arguments of `podman run` or `docker run`: no network unless `limits` allow it, no mounts, few
     capabilities, and the limits."""
     arguments = ["run", "--detach", "--rm", "--name", name, "--label", f"{OWNER_LABEL}={make_owner_id()}"]
-    arguments += [] if limits.has_network else ["--network", "none"]
+    arguments += [] if limits.network else ["--network", "none"]
     arguments += ["--cap-drop", "ALL", *(arg for cap in KEPT_CAPABILITIES for arg in ("--cap-add", cap))]
     arguments += ["--security-opt", "no-new-privileges", "--user", "0"]
     memory_limit = f"{limits.memory_mb}m"
     arguments += ["--memory", memory_limit, "--memory-swap", memory_limit, "--cpus", f"{limits.cpus:g}"]
-    arguments += ["--pids-limit", f"{limits.max_processes}"]
+    arguments += ["--pids-limit", f"{limits.pids}"]
     for limit_name, limit in ULIMITS.items():
         arguments += _make_ulimit_args(limit_name, limit)
     arguments += [] if workdir is None else ["--workdir", workdir]
