@@ -39,10 +39,6 @@ log = logging.getLogger(__name__)
 
 ANNOTATED_FIELDS = ("reference", "old", "values")  # fields of a pack that are filled by a forward pass
 NUM_DIGEST_ELEMENTS = 1024  # leading elements of each frozen weight that enter the digest of the base model
-# Metric name -> field of a batch, for counts over the whole step.
-COUNT_FIELDS = {
-    "trained_tokens": "num_tokens", "rows": "num_rows", "trained_episodes": "num_episodes", "pairs": "num_pairs",
-}  # fmt: skip
 
 
 class Learner:
@@ -141,7 +137,8 @@ class Learner:
 
     def update(self, batch: Batch, loss: Loss, needs: frozenset[str] = frozenset()) -> dict[str, float]:
         """Make one optimizer step, unless there are no rows or the gradient is not finite. Return its metrics."""
-        metrics: dict[str, float] = {name: getattr(batch, field) for name, field in COUNT_FIELDS.items()}
+        metrics: dict[str, float] = {"trained_tokens": batch.num_tokens, "rows": batch.num_rows}
+        metrics |= {"trained_episodes": batch.num_episodes, "pairs": batch.num_pairs}
         metrics["row_tokens"] = sum(pack.row_tokens for pack in batch.packs)
         metrics["computed_tokens"] = sum(len(pack.token_ids) for pack in batch.packs)
         if batch.num_split_episodes:
