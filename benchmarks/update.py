@@ -248,7 +248,7 @@ def main() -> None:
     result: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
         "threads": torch.get_num_threads(), "checkpointing": args.checkpointing, "rows": len(rows),
-        "row_tokens": row_tokens, "tree_tokens": tree_tokens, "trained_tokens": batch.tokens,
+        "row_tokens": row_tokens, "tree_tokens": tree_tokens, "trained_tokens": batch.num_tokens,
         "seconds": raw, "median": middle,
         "tokens_per_second": {name: row_tokens / seconds for name, seconds in middle.items()},
         "promised": promised, "gained": gained, "reached": gained / promised,

@@ -18,7 +18,7 @@ def total_reward(trajectory: Trajectory) -> float:
 def pick_best_and_worst(group: Sequence[Trajectory]) -> tuple[Trajectory, Trajectory] | None:
     """Return the best and the worst scored episode; None if all rewards are equal or fewer than two are scored."""
     scored_trajectories = (trajectory for trajectory in group if trajectory.reward is not None)
-    return ranking.best_and_worst(scored_trajectories, total_reward)
+    return ranking.pick_best_and_worst(scored_trajectories, total_reward)
 
 
 def make_pair_samples(

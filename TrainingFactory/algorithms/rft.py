@@ -74,7 +74,7 @@ class RFT(BaseAlgorithm):
         for batch in batches:
             total_weight = float(sum(pack.advantages.sum(dtype=float) for pack in batch.packs))
             for pack in batch.packs:
-                pack.advantages *= batch.tokens / total_weight
+                pack.advantages *= batch.num_tokens / total_weight
 
     def loss(self, tokens: TrainedTokens) -> tuple[torch.Tensor, dict[str, float]]:
         _, weights, metrics = compute_importance_weights(tokens, self.correction)

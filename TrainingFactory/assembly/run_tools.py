@@ -101,7 +101,7 @@ class RunTools:
         """Raise for a task that lacks a column that the simulated user needs."""
         if self._user is not None:
             for task in tasks:
-                self._user.brief.instructions(task)
+                self._user.brief.render_instructions(task)
 
     def record_to(self, folder: Path) -> None:
         """Record all calls from now on; call it after `equip`."""

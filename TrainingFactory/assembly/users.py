@@ -20,7 +20,7 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.problems import Problem
 from TrainingFactory.config.schema import UserSection
 from TrainingFactory.envs.users import SimulatedUser, UserBrief
-from TrainingFactory.envs.users.user import INSTRUCTIONS
+from TrainingFactory.envs.users.user import DEFAULT_TEMPLATE
 from TrainingFactory.tools.endpoints.client import EndpointClient
 
 USER_KEY = ("environment", "user")
@@ -56,7 +56,7 @@ def make_user(config: TrainingConfig, is_replaying: bool = False) -> SimulatedUs
 
 
 def _make_brief(config: TrainingConfig, section: UserSection) -> UserBrief:
-    template = INSTRUCTIONS if section.template is None else section.template
+    template = DEFAULT_TEMPLATE if section.template is None else section.template
     if section.template is not None and is_template_file(section.template):
         try:
             template = Path(section.template).expanduser().read_text(encoding="utf-8").strip()

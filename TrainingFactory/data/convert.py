@@ -30,7 +30,7 @@ from TrainingFactory.common.images import IMAGES_FOLDER, ImageStore, split_text
 from TrainingFactory.common.openai_format import message_to_dict, spec_to_dict
 from TrainingFactory.data.datasets import DatasetRow
 from TrainingFactory.data.examples import PAIR_FORMS, Form, find_unusable_reason, read_recorded_episode
-from TrainingFactory.data.ranking import best_and_worst, sum_rewards, warn_if_one_sided
+from TrainingFactory.data.ranking import pick_best_and_worst, sum_rewards, warn_if_one_sided
 from TrainingFactory.data.row_images import TAG
 from TrainingFactory.types import Image, Message, Status, Trajectory
 
@@ -81,7 +81,7 @@ class ConversionResult:
 class _Episode:
     """The parts of a trajectory that rows need, without the tokens, to save memory."""
 
-    group: str
+    group_id: str
     row: dict[str, Any]  # with "prompt" and "completion"
     reward: float
     step_rewards: list[float]
@@ -159,15 +159,15 @@ def _read_episode(row: DatasetRow, form: Form, filters: Filters) -> _Episode | s
     }
     prompt_images, images = _list_images(episode.prompt), _list_images(messages)
     if prompt_images or images:
-        columns["images"] = [image_path(image) for image in (*prompt_images, *images)]
+        columns["images"] = [get_image_path(image) for image in (*prompt_images, *images)]
     if episode.tools:
         columns["tools"] = [spec_to_dict(spec) for spec in episode.tools]
     step_rewards = episode.reward.steps[: len(turns)] if episode.reward else []
-    images_by_path = {image_path(image): image for image in (*prompt_images, *images)}
+    images_by_path = {get_image_path(image): image for image in (*prompt_images, *images)}
     return _Episode(episode.group, columns, reward or 0.0, step_rewards, images_by_path)
 
 
-def image_path(image: Image) -> str:
+def get_image_path(image: Image) -> str:
     """Return the path of an image in rows, relative to the folder of the rows' file."""
     return ImageStore(Path(IMAGES_FOLDER)).path(image.digest).as_posix()
 
@@ -215,10 +215,10 @@ def _make_pairs(episodes: list[_Episode], filters: Filters, drops: Counter[str])
     """Return one pair per group: its best and its worst episode, the first of equally good ones."""
     groups: dict[str, list[_Episode]] = defaultdict(list)
     for episode in episodes:
-        groups[episode.group].append(episode)
+        groups[episode.group_id].append(episode)
     rows = []
     for group_name, group in groups.items():
-        pair = best_and_worst(group, lambda episode: episode.reward)
+        pair = pick_best_and_worst(group, lambda episode: episode.reward)
         if pair is None or pair[0].row["completion"] == pair[1].row["completion"]:
             drops["pair: equal rewards or completions"] += 1
         elif (margin := pair[0].reward - pair[1].reward) < filters.min_margin:

@@ -68,7 +68,7 @@ def read_lines(path: Path) -> Iterator[bytes]:
 
 
 @contextmanager
-def naming_file_on_error(path: Path) -> Iterator[None]:
+def name_file_on_error(path: Path) -> Iterator[None]:
     """Add the file name to an OSError, because the system's own message for a full disk has none."""
     try:
         yield
@@ -79,7 +79,7 @@ def naming_file_on_error(path: Path) -> Iterator[None]:
 def write_atomically(path: Path, text: str) -> None:
     """Write a file atomically, through a temporary file next to it."""
     partial_file = path.with_name(f".{path.name}.part")
-    with naming_file_on_error(path):
+    with name_file_on_error(path):
         partial_file.write_text(text, encoding="utf-8", errors="surrogatepass", newline="\n")
         sync(partial_file)
         os.replace(partial_file, path)
@@ -98,7 +98,7 @@ def remove_folder(folder: Path) -> None:
 def write_checksums(folder: Path) -> None:
     """Write the SHA-256 of every file in a folder to `CHECKSUM_FILE`."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    lines = [f"{file_digest(path)}  {path.relative_to(folder).as_posix()}\n" for path in files]
+    lines = [f"{digest_file(path)}  {path.relative_to(folder).as_posix()}\n" for path in files]
     (folder / CHECKSUM_FILE).write_text("".join(lines), encoding="utf-8")
 
 
@@ -123,15 +123,15 @@ def delete_training_state(folder: Path) -> None:
         path.unlink()
 
 
-def modified_files(folder: Path, ignored: Collection[str] = ()) -> list[str]:
+def find_modified_files(folder: Path, ignored: Collection[str] = ()) -> list[str]:
     """Return the files that are missing or no longer match their recorded digests, except those in `ignored`."""
     digests = {n: digest for n, digest in read_checksums(folder).items() if n not in ignored}
     unmodified_files = {
-        n for n, digest in digests.items() if (folder / n).is_file() and file_digest(folder / n) == digest
+        n for n, digest in digests.items() if (folder / n).is_file() and digest_file(folder / n) == digest
     }
     return sorted(digests.keys() - unmodified_files)
 
 
-def file_digest(path: Path) -> str:
+def digest_file(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -34,7 +34,7 @@ from TrainingFactory.data.conversations import (
 )
 from TrainingFactory.data.datasets import DatasetRow, join_problems, read_rows
 from TrainingFactory.data.other_forms import normalize_columns
-from TrainingFactory.data.ranking import best_and_worst, sum_rewards, warn_if_one_sided
+from TrainingFactory.data.ranking import pick_best_and_worst, sum_rewards, warn_if_one_sided
 from TrainingFactory.data.row_images import with_images
 from TrainingFactory.data.trajectories import CompactTrajectory, trajectory_from_dict
 from TrainingFactory.types import Message, Reward, ToolSpec, Trajectory
@@ -119,7 +119,7 @@ def load_examples(
         if len(examples.usable) == count and not groups:
             break
     for example in groups.values():
-        if best_and_worst(example.conversations, total_reward_of) is None:
+        if pick_best_and_worst(example.conversations, total_reward_of) is None:
             examples.unused_counts["are in a group with equal rewards"] += len(example.conversations)
             example.conversations = []
     examples.usable = [example for example in examples.usable if example.conversations]

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from TrainingFactory.common.image_tokens import renumber_images
-from TrainingFactory.data.samples import mismatched_samples as mismatched_rows
+from TrainingFactory.data.samples import find_mismatched_samples as find_mismatched
 from TrainingFactory.types import Sample
 
 MIN_SAVING = 24  # tokens that a node must save; below that, another level costs more than it saves
@@ -34,7 +34,7 @@ class TreeNode:
     depth: int  # position of its first token in a row
     parent: int  # index of the parent node, -1 for a root
     level: int  # number of ancestors
-    rows: int = 1  # rows that contain it
+    num_rows: int = 1  # rows that contain it
 
 
 @dataclass(slots=True)
@@ -299,20 +299,20 @@ class Batch:
     """Packs of one update, with counts over all of them."""
 
     packs: list[Pack]
-    rows: int  # training rows
-    tokens: int  # trained tokens
-    episodes: int  # an episode in several packs counts once
-    pairs: int
+    num_rows: int  # training rows
+    num_tokens: int  # trained tokens
+    num_episodes: int  # an episode in several packs counts once
+    num_pairs: int
     baseline: float = 0.0  # set by `Algorithm.prepare`, for the whole step
     values_only: bool = False  # update only the critic, not the policy
     mismatched: list[Pack] = field(default_factory=list)  # answers paired with other prompts, never trained
-    split_episodes: int = 0  # episodes in several packs
+    num_split_episodes: int = 0  # episodes in several packs
 
     @property
     def token_weight(self) -> float:
         """Return the sum of the trained tokens' weights: their number, unless rows have weights."""
         if all(pack.weights is None for pack in self.packs):
-            return self.tokens
+            return self.num_tokens
         weights = (
             len(pack.target) if pack.weights is None else float(pack.weights.sum(dtype=float))
             for pack in self.packs
@@ -333,8 +333,8 @@ def make_batch(
         sum(len(pack.target) for pack in packs),
         len({samples[row].episode for pack in packs for row in pack.rows}),
         sum(len(pack.pairs) for pack in packs),
-        mismatched=pack(mismatched_rows(samples), token_budget, sharing, split_above) if mismatched else [],
-        split_episodes=num_split,
+        mismatched=pack(find_mismatched(samples), token_budget, sharing, split_above) if mismatched else [],
+        num_split_episodes=num_split,
     )
 
 

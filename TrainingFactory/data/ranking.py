@@ -16,15 +16,15 @@ def sum_rewards(reward: Reward) -> float:
     return reward.outcome + sum(reward.steps)
 
 
-def best_and_worst(
-    group: Iterable[Scored], reward: Callable[[Scored], float]
+def pick_best_and_worst(
+    group: Iterable[Scored], reward_of: Callable[[Scored], float]
 ) -> tuple[Scored, Scored] | None:
     """Return the first best and the first worst member of a group; None if all rewards are equal up to rounding."""
     members = list(group)
     if not members:
         return None
-    best, worst = max(members, key=reward), min(members, key=reward)
-    high, low = reward(best), reward(worst)
+    best, worst = max(members, key=reward_of), min(members, key=reward_of)
+    high, low = reward_of(best), reward_of(worst)
     return None if high - low <= RELATIVE_TOLERANCE * max(abs(high), abs(low)) else (best, worst)
 
 

@@ -18,7 +18,7 @@ from TrainingFactory.types import Image
 
 IMAGE_COLUMNS = ("images", "image")
 TAG = "<image>"
-PLACEHOLDER = {"type": "image"}
+IMAGE_PLACEHOLDER = {"type": "image"}
 DOWNLOAD_SECONDS = 20.0
 MESSAGE_COLUMNS = (
     "prompt", "messages", "conversations", "completion", "chosen", "rejected", "rejected_messages",
@@ -58,8 +58,8 @@ def with_images(columns: Mapping[str, Any], row: DatasetRow, image_urls: bool = 
 class _ImageReader:
     """Reader of a row's images. Relative paths begin at `folder`; None: the row is from no local file."""
 
-    def __init__(self, folder: Path | None, image_urls: bool) -> None:
-        self._folder, self._image_urls = folder, image_urls
+    def __init__(self, folder: Path | None, allows_urls: bool) -> None:
+        self._folder, self._allows_urls = folder, allows_urls
 
     def read_column(self, values: Any, column: str) -> list[Image]:
         images = []
@@ -97,7 +97,7 @@ class _ImageReader:
         return LazyImage(image.digest, image.width, image.height, path.absolute())
 
     def _download_image(self, url: str) -> Image:
-        if not self._image_urls:
+        if not self._allows_urls:
             raise ValueError(f"{url[:80]} is an address; set data.image_urls=true to download such images")
         try:
             with urllib.request.urlopen(url, timeout=DOWNLOAD_SECONDS) as response:
@@ -179,7 +179,7 @@ def _split_content(message: Any) -> Any:
     segments = message[key].split(TAG)
     parts: list[dict[str, Any]] = [{"type": "text", "text": segments[0]}]
     for segment in segments[1:]:
-        parts += [PLACEHOLDER, {"type": "text", "text": segment}]
+        parts += [IMAGE_PLACEHOLDER, {"type": "text", "text": segment}]
     return message | {key: parts}
 
 
@@ -192,6 +192,6 @@ def _add_placeholders(conversation: Any, num_placeholders: int) -> Any:
         ):
             content = message[key]
             parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-            new_message = message | {key: [*[PLACEHOLDER] * num_placeholders, *parts]}
+            new_message = message | {key: [*[IMAGE_PLACEHOLDER] * num_placeholders, *parts]}
             return [*conversation[:index], new_message, *conversation[index + 1 :]]
     return conversation

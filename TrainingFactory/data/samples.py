@@ -78,7 +78,7 @@ def turn_spans(trajectory: Trajectory) -> list[Span]:
     return spans
 
 
-def mismatched_samples(samples: Sequence[Sample]) -> list[Sample]:
+def find_mismatched_samples(samples: Sequence[Sample]) -> list[Sample]:
     """Pair each prompt with the answer to another prompt, as KTO's KL baseline needs it. Answers are shifted by the
     episode count of the most frequent prompt. Rows longer than every sample are left out, because they may not fit."""
     first_rows: dict[int, Sample] = {}

@@ -21,7 +21,7 @@ from TrainingFactory.common.openai_format import (
     spec_from_dict,
     spec_to_dict,
 )
-from TrainingFactory.data.disk import naming_file_on_error
+from TrainingFactory.data.disk import name_file_on_error
 from TrainingFactory.types import (
     Completion,
     Image,
@@ -54,7 +54,7 @@ def save_trajectories(path: str | Path, trajectories: Iterable[Trajectory], appe
     path.parent.mkdir(parents=True, exist_ok=True)
     mode, store = "a" if append else "w", ImageStore.beside(path)
     with (
-        naming_file_on_error(path),
+        name_file_on_error(path),
         path.open(mode, encoding="utf-8", errors=ENCODING_ERRORS, newline="\n") as file,
     ):
         for trajectory in trajectories:
@@ -237,7 +237,7 @@ class CompactTrajectory:
             turns.append((continues, np.asarray(new_ids, np.int32), ids, np.asarray(sampled.logprobs), bare))
         return cls(replace(trajectory, turns=[]), turns)
 
-    def trajectory(self) -> Trajectory:
+    def restore(self) -> Trajectory:
         turns, previous_ids = [], []
         for is_continuation, new_ids, token_ids, logprobs, stripped_turn in self.turns:
             completion = replace(
@@ -251,7 +251,7 @@ class CompactTrajectory:
     @property
     def length(self) -> int:
         """Return the length of the longest prompt plus completion, in tokens."""
-        turns = self.trajectory().turns
+        turns = self.restore().turns
         return max((len(turn.prompt_ids) + len(turn.completion.token_ids) for turn in turns), default=0)
 
 

@@ -11,7 +11,7 @@ from TrainingFactory.common.endpoints.names import find_endpoint, is_endpoint
 from TrainingFactory.common.user_code import is_file_name
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.schema import ModelSection
-from TrainingFactory.data.disk import TRAINING_STATE_FILES, file_digest, read_checksums
+from TrainingFactory.data.disk import TRAINING_STATE_FILES, digest_file, read_checksums
 from TrainingFactory.evaluation.records import Conditions, ModelIdentity, digest_json, digest_tasks
 from TrainingFactory.models.names import TINY_IDS, resolve_model_name
 from TrainingFactory.registry.store import combine_digests as digest_checksums
@@ -89,7 +89,7 @@ def digest_weights(folder: Path) -> str:
         for path in folder.iterdir()
         if path.suffix in WEIGHT_SUFFIXES and path.name not in TRAINING_STATE_FILES
     ]
-    return f"sha256:{digest_checksums({p.name: checksums.get(p.name) or file_digest(p) for p in files})}"
+    return f"sha256:{digest_checksums({p.name: checksums.get(p.name) or digest_file(p) for p in files})}"
 
 
 def _digest_base(model: ModelSection) -> str:
@@ -99,7 +99,7 @@ def _digest_base(model: ModelSection) -> str:
     if path.is_dir():
         return digest_weights(path)
     if path.is_file():
-        return f"sha256:{file_digest(path)}"
+        return f"sha256:{digest_file(path)}"
     if model_name in TINY_IDS:
         return f"{model_name}@{model.revision or 0}"
     if model_name.startswith("package:"):
@@ -113,4 +113,4 @@ def _digest_base(model: ModelSection) -> str:
 
 def _identify_file(name: str) -> str:
     path = Path(name).expanduser()
-    return f"{path.name} {file_digest(path)}" if path.is_file() else name
+    return f"{path.name} {digest_file(path)}" if path.is_file() else name

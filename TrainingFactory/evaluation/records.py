@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from TrainingFactory.data.disk import naming_file_on_error, read_lines
+from TrainingFactory.data.disk import name_file_on_error, read_lines
 from TrainingFactory.evaluation import statistics
 from TrainingFactory.rollout import rollout_metrics
 from TrainingFactory.runs.folder import EVALUATIONS, list_runs
@@ -205,7 +205,7 @@ def append_record(path: Path, record: EvaluationRecord) -> None:
     """Append the record as a flushed line, after ending an incomplete line of a killed process."""
     path.parent.mkdir(parents=True, exist_ok=True)
     line = json.dumps(record.model_dump()).encode() + b"\n"
-    with naming_file_on_error(path), path.open("a+b") as file:
+    with name_file_on_error(path), path.open("a+b") as file:
         if fcntl is not None:
             fcntl.flock(file, fcntl.LOCK_EX)
         if num_bytes := file.seek(0, os.SEEK_END):

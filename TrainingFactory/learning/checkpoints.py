@@ -29,7 +29,7 @@ from transformers.utils import logging as hf_logging
 from TrainingFactory.data.disk import (
     CHECKSUM_FILE,
     TRAINING_STATE_FILES,
-    modified_files,
+    find_modified_files,
     remove_folder,
     sync,
     write_checksums,
@@ -100,7 +100,7 @@ def load_checkpoint(folder: str | Path, learner: Learner) -> dict[str, Any]:
     """Restore the learner and return the caller's `state`. Raise ValueError, with nothing changed, if the checkpoint
     belongs to another model, and DamagedCheckpoint if its files are missing or corrupt."""
     folder = Path(folder)
-    if damaged_files := modified_files(folder):
+    if damaged_files := find_modified_files(folder):
         raise DamagedCheckpoint(
             f"{folder} is damaged: missing, or different from {CHECKSUM_FILE}: {', '.join(damaged_files[:3])}"
         )

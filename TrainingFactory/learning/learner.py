@@ -39,8 +39,6 @@ log = logging.getLogger(__name__)
 
 ANNOTATED_FIELDS = ("reference", "old", "values")  # fields of a pack that are filled by a forward pass
 NUM_DIGEST_ELEMENTS = 1024  # leading elements of each frozen weight that enter the digest of the base model
-# Metric name -> field of a batch, for counts over the whole step.
-COUNT_FIELDS = {"trained_tokens": "tokens", "rows": "rows", "trained_episodes": "episodes", "pairs": "pairs"}
 
 
 class Learner:
@@ -138,12 +136,13 @@ class Learner:
 
     def update(self, batch: Batch, loss: Loss, needs: frozenset[str] = frozenset()) -> dict[str, float]:
         """Make one optimizer step, unless there are no rows or the gradient is not finite. Return its metrics."""
-        metrics: dict[str, float] = {name: getattr(batch, field) for name, field in COUNT_FIELDS.items()}
+        metrics: dict[str, float] = {"trained_tokens": batch.num_tokens, "rows": batch.num_rows}
+        metrics |= {"trained_episodes": batch.num_episodes, "pairs": batch.num_pairs}
         metrics["row_tokens"] = sum(pack.row_tokens for pack in batch.packs)
         metrics["computed_tokens"] = sum(len(pack.token_ids) for pack in batch.packs)
-        if batch.split_episodes:
-            metrics["split_episodes"] = batch.split_episodes
-        if batch.rows:
+        if batch.num_split_episodes:
+            metrics["split_episodes"] = batch.num_split_episodes
+        if batch.num_rows:
             self._set_training(True)
             self._weights.clear_grads()  # left over from a step that raised
             metric_sums: dict[str, float] = defaultdict(float)
@@ -304,7 +303,7 @@ class Learner:
         )
         return TrainedTokens(
             logprobs, entropy, sampled_logprobs, advantages, rewards, episode_ids, labels, pairs,
-            batch.token_weight, batch.episodes, batch.pairs, weights=weights, episode_lengths=lengths,
+            batch.token_weight, batch.num_episodes, batch.num_pairs, weights=weights, episode_lengths=lengths,
             reference_logprobs=reference_logprobs, old_logprobs=old_logprobs,
             old_values=old_values, returns=returns, baseline=batch.baseline,
             values=scalars if needs_values else None, scores=scalars if needs_scores else None,

@@ -135,7 +135,7 @@ def count_token_rows(pack: Pack, sharing: bool) -> np.ndarray:
     if not len(pack.rows):  # another process's turn: a pack that must not count
         return np.zeros(len(pack.token_ids), np.float32)
     if sharing:
-        rows, lengths = np.array([(node.rows, node.length) for node in pack.nodes]).T
+        rows, lengths = np.array([(node.num_rows, node.length) for node in pack.nodes]).T
         return np.repeat(rows, lengths).astype(np.float32)
     lengths = np.array([node.length for node in pack.nodes])
     return (np.arange(lengths.max()) < lengths[:, None]).astype(np.float32).ravel()

@@ -18,8 +18,8 @@ from uuid import uuid4
 from TrainingFactory.data.disk import (
     CHECKSUM_FILE,
     TRAINING_STATE_FILES,
-    file_digest,
-    modified_files,
+    digest_file,
+    find_modified_files,
     read_checksums,
     sync,
     write_checksums,
@@ -86,7 +86,7 @@ class ModelStore:
         try:
             for name, digest in checksums.items():
                 _copy_file(folder / name, temp_folder / name)
-                if file_digest(temp_folder / name) != digest:
+                if digest_file(temp_folder / name) != digest:
                     raise ValueError(f"{folder / name} changed during the copy. Register the model again")
                 os.chmod(temp_folder / name, 0o444)
             write_checksums(temp_folder)
@@ -126,7 +126,7 @@ class ModelStore:
         """Return the problems of a stored model: missing, changed and unexpected files. Empty: it is intact."""
         folder = self.folder(digest)
         try:
-            problems = [f"{folder / name} is missing or changed" for name in modified_files(folder)]
+            problems = [f"{folder / name} is missing or changed" for name in find_modified_files(folder)]
             paths = sorted(folder.iterdir())
             unexpected_names = {path.name for path in paths} - read_checksums(folder).keys() - {CHECKSUM_FILE}
             stored_digest = read_digest(folder)
@@ -143,7 +143,7 @@ def read_model_checksums(folder: Path) -> dict[str, str]:
     """Return the digests of a model's files. Raise ValueError if a file is damaged or missing, there are no safetensors
     weights, or a file is a link out of the folder, which may expose an unrelated file. Links of a hub cache, from
     `snapshots/REVISION` to the `blobs` beside it, are allowed."""
-    if damaged_files := modified_files(folder, ignored=TRAINING_STATE_FILES):
+    if damaged_files := find_modified_files(folder, ignored=TRAINING_STATE_FILES):
         raise ValueError(
             f"{folder} is damaged: {', '.join(damaged_files)}: missing or different from {CHECKSUM_FILE}"
         )
@@ -159,7 +159,7 @@ def read_model_checksums(folder: Path) -> dict[str, str]:
                 "copy the folder with cp -rL and register the copy"
             )
     recorded_checksums = read_checksums(folder)
-    return {path.name: recorded_checksums.get(path.name) or file_digest(path) for path in files}
+    return {path.name: recorded_checksums.get(path.name) or digest_file(path) for path in files}
 
 
 def _is_in_use(path: Path) -> bool:

@@ -24,7 +24,7 @@ from TrainingFactory.common.endpoints.names import is_endpoint
 from TrainingFactory.common.options import did_you_mean, nearest
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.problems import Problem
-from TrainingFactory.data.disk import TRAINING_STATE_FILES, modified_files
+from TrainingFactory.data.disk import TRAINING_STATE_FILES, find_modified_files
 from TrainingFactory.models.names import SUPPORTED_MODELS, TINY_IDS, TORCH_SEED_PREFIX, resolve_model_name
 from TrainingFactory.registry.catalogue import Catalogue, registry_path
 from TrainingFactory.registry.lineage import make_run_node
@@ -263,7 +263,7 @@ def _find_damaged_files(folder: Path) -> list[str]:
 
 @functools.lru_cache(64)
 def _find_modified_files(folder: Path, file_stats: tuple[Any, ...]) -> list[str]:
-    return modified_files(folder, ignored=TRAINING_STATE_FILES)
+    return find_modified_files(folder, ignored=TRAINING_STATE_FILES)
 
 
 def _resolve_version(name: str, version: Version, catalogue: Catalogue) -> ResolvedModel:

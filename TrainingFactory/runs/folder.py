@@ -49,7 +49,7 @@ from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.config.problems import Problem
 from TrainingFactory.data.disk import (
     delete_training_state,
-    naming_file_on_error,
+    name_file_on_error,
     open_regular_file,
     read_lines,
     read_small_file,
@@ -299,7 +299,7 @@ class RunFolder:
 
     def append(self, file_name: str, row: dict[str, Any]) -> None:
         with (
-            naming_file_on_error(path := self.path / file_name),
+            name_file_on_error(path := self.path / file_name),
             path.open("a", encoding="utf-8", newline="\n") as file,
         ):
             file.write(json.dumps(row) + "\n")

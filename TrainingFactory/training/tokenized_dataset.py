@@ -14,7 +14,7 @@ from TrainingFactory.common.texts import pluralize
 from TrainingFactory.data.conversations import Conversation
 from TrainingFactory.data.datasets import join_problems
 from TrainingFactory.data.examples import Example, Examples, total_reward_of
-from TrainingFactory.data.ranking import best_and_worst
+from TrainingFactory.data.ranking import pick_best_and_worst
 from TrainingFactory.data.rewriting import FoldedEpisodeError, UnparsableCallError, rerender
 from TrainingFactory.data.trajectories import CompactTrajectory
 from TrainingFactory.types import Completion, Message, Sample, Task, Trajectory, Turn
@@ -105,7 +105,7 @@ class TokenizedDataset:
     def group(self, index: int) -> list[Trajectory]:
         name = self.ids[index]
         return [
-            entry.trajectory(name, member) if isinstance(entry, TokenizedConversation) else entry.trajectory()
+            entry.trajectory(name, member) if isinstance(entry, TokenizedConversation) else entry.restore()
             for member, entry in enumerate(self._groups[index])
         ]
 
@@ -151,7 +151,7 @@ class TokenizedDataset:
             example.conversations,
             dict[int, list[TokenizedConversation | CompactTrajectory]](),
         )
-        while pair := best_and_worst(candidates, total_reward_of):
+        while pair := pick_best_and_worst(candidates, total_reward_of):
             for episode in pair:
                 if id(episode) not in usable:
                     usable[id(episode)] = self._select_usable_episode(example, [episode])
@@ -185,7 +185,7 @@ class TokenizedDataset:
 
     def _tokenize_conversation(self, conversation: Conversation) -> TokenizedConversation | CompactTrajectory:
         if (trajectory := conversation.recorded) is not None:
-            episode = trajectory.trajectory()
+            episode = trajectory.restore()
             new_episode = rerender(self.chat, episode)
             return trajectory if new_episode is episode else CompactTrajectory.from_trajectory(new_episode)
         chat, start = self.chat, conversation.start

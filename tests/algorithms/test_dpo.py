@@ -113,7 +113,7 @@ def test_loss_and_gradient_are_trls(kind: Any, smoothing: float) -> None:
     assert len({len(row.token_ids) for row in rows}) > 5
     algorithm = DPO(kind, BETA, smoothing, MARGIN)
     batch = learner.annotate(make_batch(rows, 150), algorithm.needs)
-    assert len(batch.packs) > 1 and batch.pairs == 5
+    assert len(batch.packs) > 1 and batch.num_pairs == 5
     figures = learner.evaluate(batch, algorithm.loss)
     model = learner.model.eval()
     loss, metrics = by_trl(model, frozen, rows, kind, smoothing)

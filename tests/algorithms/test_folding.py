@@ -299,7 +299,7 @@ def test_an_episode_that_exceeds_the_token_budget_is_split_with_the_same_gradien
             )
             tokens = TrainedTokens(
                 logprobs, logprobs, sampled, advantages, sampled, torch.from_numpy(pack.episode),
-                torch.from_numpy(pack.labels), torch.from_numpy(pack.pairs), batch.token_weight, batch.episodes, 0,
+                torch.from_numpy(pack.labels), torch.from_numpy(pack.pairs), batch.token_weight, batch.num_episodes, 0,
                 weights=weights,
                 episode_lengths=None if pack.lengths is None else torch.from_numpy(pack.lengths),
             )  # fmt: skip
@@ -307,8 +307,12 @@ def test_an_episode_that_exceeds_the_token_budget_is_split_with_the_same_gradien
         return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
     whole, parts = make_batch(rows), make_batch(rows, budget, splitting=True)
-    assert whole.split_episodes == 0 and parts.split_episodes == 6
-    assert (parts.episodes, parts.rows, parts.tokens) == (whole.episodes, whole.rows, whole.tokens)
+    assert whole.num_split_episodes == 0 and parts.num_split_episodes == 6
+    assert (parts.num_episodes, parts.num_rows, parts.num_tokens) == (
+        whole.num_episodes,
+        whole.num_rows,
+        whole.num_tokens,
+    )
     assert max(len(pack.token_ids) for pack in parts.packs) <= budget
     expected = gradient(whole)
     scale = float(expected.abs().max())
@@ -317,9 +321,9 @@ def test_an_episode_that_exceeds_the_token_budget_is_split_with_the_same_gradien
 
 def test_an_episode_is_split_only_if_it_must_and_may() -> None:
     rows = [row for group in folded_groups(1) for row in GRPO().samples(group)]
-    assert make_batch(rows, splitting=True).split_episodes == 0
+    assert make_batch(rows, splitting=True).num_split_episodes == 0
     budget = max(len(row.token_ids) for row in rows)
     whole = make_batch(rows, budget)
-    assert whole.split_episodes == 0 and max(len(pack.token_ids) for pack in whole.packs) > budget
+    assert whole.num_split_episodes == 0 and max(len(pack.token_ids) for pack in whole.packs) > budget
     parts = make_batch(rows, budget, sharing=False, splitting=True)
-    assert parts.split_episodes and max(len(pack.token_ids) for pack in parts.packs) <= budget
+    assert parts.num_split_episodes and max(len(pack.token_ids) for pack in parts.packs) <= budget

@@ -17,7 +17,7 @@ import torch
 
 from tests.kits.algorithm import ALGORITHMS, batch_for, distance, groups_of, learner_for, step_gradients
 from tests.kits.learner import Gradients, gradients, samples_of, words
-from TrainingFactory.data.samples import mismatched_samples
+from TrainingFactory.data.samples import find_mismatched_samples
 from TrainingFactory.learning.learner import Learner
 from TrainingFactory.types import Sample
 
@@ -54,7 +54,7 @@ def wanted(name: str) -> Gradients:
 
 
 def found_with(name: str, rows: Any, budget: int = 16_384, sharing: bool = True) -> Gradients:
-    answers = mismatched_samples(rows_of(name))
+    answers = find_mismatched_samples(rows_of(name))
     return step_gradients(
         learner_of(name), ALGORITHMS[name], copy.deepcopy(list(rows)), budget, sharing, answers
     )
@@ -103,7 +103,7 @@ def test_any_layout_gives_the_same_gradient(name: str, layout: str) -> None:
     rows = change(rows_of(name))
     assert distance(found_with(name, rows, budget, sharing), wanted(name)) < TOLERANCE
     if name == "kto":
-        assert len(mismatched_samples(rows)) == len(mismatched_samples(rows_of(name)))
+        assert len(find_mismatched_samples(rows)) == len(find_mismatched_samples(rows_of(name)))
 
 
 @every_algorithm

@@ -22,7 +22,7 @@ from tests.kits.preference import (
 )
 from TrainingFactory.algorithms.kto import KTO
 from TrainingFactory.data.packing import Batch, make_batch
-from TrainingFactory.data.samples import mismatched_samples
+from TrainingFactory.data.samples import find_mismatched_samples
 from TrainingFactory.learning.learner import Learner
 from TrainingFactory.types import Reward, Sample
 
@@ -61,7 +61,7 @@ def test_scored_episodes_are_examples_by_themselves() -> None:
 def test_answers_move_to_the_next_prompt() -> None:
     """As TRL does it: the first prompt gets the last answer, every other one that of its predecessor."""
     groups = examples(0, 4)
-    rows, found = samples_of(ALGORITHM, groups), mismatched_samples(samples_of(ALGORITHM, groups))
+    rows, found = samples_of(ALGORITHM, groups), find_mismatched_samples(samples_of(ALGORITHM, groups))
     assert len(found) == 4
     for place, row in enumerate(found):
         prompt, other = groups[place][0].turns[0].prompt_ids, rows[place - 1]
@@ -76,12 +76,12 @@ def test_no_answer_meets_its_own_prompt() -> None:
     prompts = {name: words(rng, 8) for name in "abc"}
     rows = samples_of(ALGORITHM, [[dialogue(rng, prompts[name], 1, 1.0)] for name in "aababcc"])
     own = {tuple(row.token_ids[8:]): tuple(row.token_ids[:8]) for row in rows}
-    found = mismatched_samples(rows)
+    found = find_mismatched_samples(rows)
     assert len(found) == 7 == len({tuple(row.token_ids[8:]) for row in found})
     assert all(own[tuple(row.token_ids[8:])] != tuple(row.token_ids[:8]) for row in found)
     # where one prompt has more than half of the episodes, some answers have nowhere to go
-    assert len(mismatched_samples(rows[:2] + rows[3:4] + rows[2:3])) == 2
-    assert mismatched_samples(rows[:2]) == [] == mismatched_samples([])
+    assert len(find_mismatched_samples(rows[:2] + rows[3:4] + rows[2:3])) == 2
+    assert find_mismatched_samples(rows[:2]) == [] == find_mismatched_samples([])
 
 
 # -- values

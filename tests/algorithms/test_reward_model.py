@@ -71,7 +71,7 @@ def test_only_the_last_row_of_an_episode_has_its_end() -> None:
     group = [dialogue(rng, words(rng, 9), 3, reward) for reward in (1.0, 0.0)]
     first = group[0].turns[2].prompt_ids = words(rng, 20)  # what came before was elided
     batch = make_batch(RewardModel().samples(group))
-    assert (batch.rows, batch.tokens, batch.pairs) == (2, 2, 1)
+    assert (batch.num_rows, batch.num_tokens, batch.num_pairs) == (2, 2, 1)
     [better], [worse] = (group[side].turns[2].completion.token_ids[-1:] for side in (0, 1))
     pack = batch.packs[0]
     ends = dict(zip(pack.episode.tolist(), pack.target.tolist(), strict=True))

@@ -41,7 +41,8 @@ def tokens_of(batch: Batch) -> tuple[TrainedTokens, torch.Tensor]:
     logprobs = parameters[target]
     trained = TrainedTokens(
         logprobs, logprobs**2, sampled, advantages, rewards, torch.from_numpy(pack.episode),
-        torch.from_numpy(pack.labels), torch.from_numpy(pack.pairs), batch.token_weight, batch.episodes, batch.pairs,
+        torch.from_numpy(pack.labels), torch.from_numpy(pack.pairs), batch.token_weight,
+        batch.num_episodes, batch.num_pairs,
         reference_logprobs=sampled - 0.1, old_logprobs=sampled + 0.2, weights=weights,
     )  # fmt: skip
     return trained, parameters
@@ -69,8 +70,8 @@ def test_copies_with_shared_weight_are_one_row(options: dict[str, Any]) -> None:
 
 def test_counts_and_whitening_are_weighted() -> None:
     plain, weighted = make_batch(ROWS), make_batch([*copied(ROWS[0], 4), ROWS[1]])
-    assert plain.packs[0].weights is None and plain.token_weight == plain.tokens == 3
-    assert (weighted.tokens, weighted.token_weight, weighted.episodes) == (9, 3.0, 2)
+    assert plain.packs[0].weights is None and plain.token_weight == plain.num_tokens == 3
+    assert (weighted.num_tokens, weighted.token_weight, weighted.num_episodes) == (9, 3.0, 2)
     for batch in (plain, weighted):
         whiten_advantages(batch.packs)
     by_token = [dict(zip(b.packs[0].target, b.packs[0].advantages, strict=True)) for b in (plain, weighted)]

@@ -21,7 +21,7 @@ from tests.kits.pictures import BLUE, GREEN, RED, SVG, bomb, jpeg, picture
 from TrainingFactory.assembly.datasets import write_rows
 from TrainingFactory.common.image_tokens import load_picture, number_image
 from TrainingFactory.common.images import image_from_pillow, read_image, split_text
-from TrainingFactory.data.convert import convert, image_path, to_swift_row
+from TrainingFactory.data.convert import convert, get_image_path, to_swift_row
 from TrainingFactory.data.datasets import DatasetRow, read_rows
 from TrainingFactory.data.examples import load_examples
 from TrainingFactory.data.provider_rows import to_provider_rows
@@ -308,7 +308,7 @@ def test_image_tokens_are_stored_independently_of_the_process(tmp_path: Path) ->
     assert next(load_trajectories(path)) == episode
     assert trajectory_from_dict(json.loads(json.dumps(trajectory_to_dict(episode)))) == episode
     compact = CompactTrajectory.from_trajectory(episode)
-    assert compact.trajectory() == episode
+    assert compact.restore() == episode
     code = f"""
 from pathlib import Path
 from TrainingFactory.data.trajectories import CompactTrajectory, load_trajectories
@@ -348,12 +348,15 @@ def test_converted_rows_show_the_same_images(form: Any, layout: str, tmp_path: P
         episode.turns[0].message.tool_calls = [ToolCall("click", {}, "c")]
     save_trajectories(tmp_path / "t.jsonl", [good, bad])
     result = convert(read_rows(tmp_path / "t.jsonl"), form)
-    assert result.dropped.total() == 0 and set(result.images) == {image_path(A), image_path(B)}
+    assert result.dropped.total() == 0 and set(result.images) == {get_image_path(A), get_image_path(B)}
     rows = result.rows if layout == "trl" else [to_swift_row(row) for row in result.rows]
     write_rows(tmp_path / "out" / "rows.jsonl", rows, result.images)
     assert sorted(path.stem for path in tmp_path.glob("out/images/??/*.png")) == sorted([A.digest, B.digest])
     text = (tmp_path / "out" / "rows.jsonl").read_text()
-    assert json.loads(text.splitlines()[0])["images"] == [image_path(A), image_path(B)] and A.digest in text
+    assert (
+        json.loads(text.splitlines()[0])["images"] == [get_image_path(A), get_image_path(B)]
+        and A.digest in text
+    )
     assert ("<image>" in text) == (layout == "swift") and "base64" not in text
     conversations = [
         c for e in load_examples(tmp_path / "out" / "rows.jsonl", form).usable for c in e.conversations

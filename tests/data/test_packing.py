@@ -152,5 +152,5 @@ def test_what_cannot_be_trained() -> None:
     with pytest.raises(ValueError, match="row 1 trains its first token"):
         pack([row([1, 2]), row([1, 2], [True, True])])
     batch = make_batch([row([1, 2, 3], [False] * 3), row([4, 5])])
-    assert (batch.rows, batch.tokens, len(batch.packs)) == (1, 1, 1)
+    assert (batch.num_rows, batch.num_tokens, len(batch.packs)) == (1, 1, 1)
     assert make_batch([]).packs == [] and make_batch([row([1, 2], [False, False])]).packs == []

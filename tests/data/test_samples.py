@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from TrainingFactory.data.samples import Span, mismatched_samples, to_samples, turn_spans
+from TrainingFactory.data.samples import Span, find_mismatched_samples, to_samples, turn_spans
 from TrainingFactory.types import Completion, Message, Sample, Task, Trajectory, Turn
 
 
@@ -58,7 +58,7 @@ def test_no_answer_makes_a_row_longer_than_all_others():
     made = [trajectory(turn(list(range(*prompt)), [7] * size)) for prompt, size in sizes.items()]
     rows = [row for each in made for row in to_samples(each)]
     # answers move on by one: 90 + 30 and 20 + 90 are over 100, 10 + 10 is not
-    assert [len(row.token_ids) for row in mismatched_samples(rows)] == [20]
+    assert [len(row.token_ids) for row in find_mismatched_samples(rows)] == [20]
 
 
 def test_a_new_row_starts_where_a_prompt_does_not_continue():

@@ -83,10 +83,10 @@ def test_harbor_folders_are_read(tmp_path: Path) -> None:
         {"LANG": "C"},
         {"LEVEL": "3"},
     )
-    assert task.context == tmp_path / "add" / "environment" and task.image is None
+    assert task.context_folder == tmp_path / "add" / "environment" and task.image_name is None
     assert task.test_paths == (tmp_path / "add" / "tests",) and task.test_script == "/tests/test.sh"
     older = write_harbor_task(tmp_path / "old", '[environment]\nmemory = "2G"\ndocker_image = "alpine:3"\n')
-    assert (read_task(older).memory_mb, read_task(older).image, read_task(older).test_seconds) == (
+    assert (read_task(older).memory_mb, read_task(older).image_name, read_task(older).test_seconds) == (
         2048,
         "alpine:3",
         600.0,
@@ -102,7 +102,7 @@ def test_terminal_bench_folders_are_read(tmp_path: Path) -> None:
         30.0,
     )
     assert task.test_paths == (folder / "run-tests.sh", folder / "tests") and not task.writes_reward
-    assert task.test_env == {"TEST_DIR": "/tests"} and task.solution == folder / "solution.sh"
+    assert task.test_env == {"TEST_DIR": "/tests"} and task.solution_file == folder / "solution.sh"
 
 
 def test_a_folder_of_folders_is_a_dataset(tmp_path: Path) -> None:

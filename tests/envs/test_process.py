@@ -295,7 +295,7 @@ def test_missing_confinement_is_announced_once(
         "print('unrestricted: Landlock is missing', file=sys.stderr, flush=True)\n"
         "os.execvp(sys.argv[2], sys.argv[2:])\n"
     )
-    monkeypatch.setattr(process, "LAUNCHER", launch)
+    monkeypatch.setattr(process, "LAUNCHER_FILE", launch)
     environment = factory(isolation="episode")
     for _ in range(2):
         played(environment, "win")

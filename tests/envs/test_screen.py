@@ -18,7 +18,7 @@ from PIL import Image as Pillow
 from tests.kits.rollout import FakeChat
 from TrainingFactory.assembly.environment import as_environment_factory, find_environment
 from TrainingFactory.envs.builtin.charts import ChartEnvironment
-from TrainingFactory.envs.builtin.drawing import COLORS, LETTERS, SHAPES, Canvas
+from TrainingFactory.envs.builtin.drawing import COLORS, LETTER_ROWS, SHAPES, Canvas
 from TrainingFactory.envs.builtin.screen import ScreenEnvironment
 from TrainingFactory.rollout import play
 from TrainingFactory.types import Image, Message, Task, ToolCall, Trajectory
@@ -70,8 +70,8 @@ def test_pictures_are_the_same_pixels_on_every_machine() -> None:
     for number, shape in enumerate(SHAPES):
         canvas.draw_shape(shape, (number * 16, 0), 13, COLORS["blue"])
     for row in range(2):
-        canvas.draw_text("".join(LETTERS)[row * 19 : (row + 1) * 19], (80, 24 + 20 * row), 2)
-    digests.append(canvas.image().digest)
+        canvas.draw_text("".join(LETTER_ROWS)[row * 19 : (row + 1) * 19], (80, 24 + 20 * row), 2)
+    digests.append(canvas.to_image().digest)
     digest = hashlib.sha256(" ".join(digests).encode()).hexdigest()
     assert digest == "c8526fdb030060b37df17c449d53a4b3faf0c16595b60ec9eae936e73bd0bd4d"
 

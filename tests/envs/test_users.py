@@ -127,7 +127,7 @@ def test_the_user_may_write_the_first_message() -> None:
 
 def test_a_prompt_can_be_the_goal_of_a_user_who_speaks_first() -> None:
     brief = UserBrief(first="user", template="{goal} {stop}")
-    assert brief.instructions(Task("t", "Cancel my flight.")) == f"Cancel my flight. {STOP}"
+    assert brief.render_instructions(Task("t", "Cancel my flight.")) == f"Cancel my flight. {STOP}"
 
 
 def test_after_max_turns_the_next_message_ends_the_conversation() -> None:
@@ -239,10 +239,10 @@ def test_mistakes_are_reported_before_anything_is_loaded(
 def test_missing_columns_are_named() -> None:
     task = Task("t7", "?", metadata={"city": "Oslo", "scenario": {"reason": "late"}})
     with pytest.raises(ValueError, match="task t7 has no column `goal`"):
-        UserBrief().instructions(task)
+        UserBrief().render_instructions(task)
     with pytest.raises(ValueError, match=r"environment.user.goal has \{town\}.*city"):
-        UserBrief(goal="Go to {town}").instructions(task)
-    text = UserBrief(goal="{scenario.reason} in {city}", template="{goal}{stop}").instructions(task)
+        UserBrief(goal="Go to {town}").render_instructions(task)
+    text = UserBrief(goal="{scenario.reason} in {city}", template="{goal}{stop}").render_instructions(task)
     assert text == f"late in Oslo{STOP}"
 
 

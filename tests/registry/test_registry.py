@@ -158,16 +158,16 @@ def test_a_changed_or_missing_byte_is_found_and_mended(registry: ModelRegistry) 
 def test_a_model_that_is_swept_away_while_it_is_looked_at_is_stored_again(
     registry: ModelRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, changed = registry.folder(registry.register("agent", "sft")), store.modified_files
+    folder, changed = registry.folder(registry.register("agent", "sft")), store.find_modified_files
 
     def swept(path: Path, ignored: Collection[str] = ()) -> list[str]:
         found = changed(path, ignored)
         if path == folder:
-            monkeypatch.setattr(store, "modified_files", changed)
+            monkeypatch.setattr(store, "find_modified_files", changed)
             shutil.rmtree(path)
         return found
 
-    monkeypatch.setattr(store, "modified_files", swept)
+    monkeypatch.setattr(store, "find_modified_files", swept)
     registry.register("agent", "sft")
     assert folder.is_dir() and registry.verify() == {}
 
@@ -427,5 +427,5 @@ def test_without_mlflow_the_way_to_get_it_is_told(registry: ModelRegistry) -> No
 
 def test_what_was_read_is_not_read_again(registry: ModelRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
     first, read = find_model("sft", registry.runs), list[Path]()
-    monkeypatch.setattr(model_names, "modified_files", lambda folder, **_: read.append(folder) or [])
+    monkeypatch.setattr(model_names, "find_modified_files", lambda folder, **_: read.append(folder) or [])
     assert find_model("sft", registry.runs).folder == first.folder and not read

@@ -17,7 +17,7 @@ from TrainingFactory.assembly.export import export
 from TrainingFactory.common.event_loop import sigterm_as_ctrl_c
 from TrainingFactory.config.schema import LoggingSection
 from TrainingFactory.data import disk
-from TrainingFactory.data.disk import TRAINING_STATE_FILES, modified_files
+from TrainingFactory.data.disk import TRAINING_STATE_FILES, find_modified_files
 from TrainingFactory.promotion.model_registry import ModelRegistry
 from TrainingFactory.resolve.model_names import find_model
 from TrainingFactory.runs.folder import RunFolder
@@ -172,7 +172,9 @@ def test_older_checkpoints_are_models_without_optimizer_state(
     *older, newest = RunFolder(light).checkpoints()
     assert [path.name for path in older] == ["step-000002", "step-000003"]
     assert not [path for path in older for name in TRAINING_STATE_FILES if (path / name).exists()]
-    assert (newest / TRAINING_STATE_FILES[0]).is_file() and not any(map(modified_files, (*older, newest)))
+    assert (newest / TRAINING_STATE_FILES[0]).is_file() and not any(
+        map(find_modified_files, (*older, newest))
+    )
     assert find_model(f"{light}@step-2").folder == older[0]
     export(str(older[0]), tmp_path / "model")
     registry = ModelRegistry(tmp_path / "registry.sqlite", light.parent)
@@ -207,7 +209,7 @@ def test_a_kill_while_optimizer_state_is_removed(
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
         patch.setattr(Path, "unlink", killed)
         disk.delete_training_state(old)
-    assert (old / TRAINING_STATE_FILES[0]).is_file() and not modified_files(old)
+    assert (old / TRAINING_STATE_FILES[0]).is_file() and not find_modified_files(old)
     shutil.rmtree(newest)
     assert (
         Training(run.config, run=run, objects=UserObjects(environment=Parity), watcher=Quiet()).train().steps
@@ -215,4 +217,4 @@ def test_a_kill_while_optimizer_state_is_removed(
     )
     assert_same_run(whole, run.path)
     run.prune(2, None, states="newest")
-    assert not (old / TRAINING_STATE_FILES[0]).exists() and not modified_files(old)
+    assert not (old / TRAINING_STATE_FILES[0]).exists() and not find_modified_files(old)

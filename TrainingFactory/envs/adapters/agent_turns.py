@@ -35,7 +35,7 @@ class AgentEpisode:
     async def start(self, run: Coroutine[Any, Any, Any]) -> None:
         """Start a run and wait for its first request."""
         self._run_task = asyncio.ensure_future(run)
-        request = await self._next_request()
+        request = await self._receive_request()
         if request is None:
             raise RuntimeError(
                 self.find_problem(self._run_task.result()) or "the agent ended before its first turn"
@@ -44,7 +44,7 @@ class AgentEpisode:
         self.messages = [strip_message(message) for message in self._history]
         self.tools = [tool["function"] for tool in request.get("tools") or []]
 
-    async def next_message(self, request: dict[str, Any]) -> dict[str, Any] | None:
+    async def request_message(self, request: dict[str, Any]) -> dict[str, Any] | None:
         """Return the model's turn that answers a request; None after the end."""
         if self._is_over:
             return None
@@ -52,7 +52,7 @@ class AgentEpisode:
         self._requests.put_nowait(request)
         return await self._turn_future
 
-    async def _next_request(self) -> dict[str, Any] | None:
+    async def _receive_request(self) -> dict[str, Any] | None:
         """Return the next request; None if the run ends before it."""
         queue_task = asyncio.ensure_future(self._requests.get())
         await asyncio.wait([queue_task, self._run_task], return_when=asyncio.FIRST_COMPLETED)
@@ -66,7 +66,7 @@ class AgentEpisode:
         calls = [_to_chat_call(call) for call in message["tool_calls"]]
         turn = {"role": "assistant", "content": message["content"]} | ({"tool_calls": calls} if calls else {})
         self._turn_future.set_result(turn)
-        request = await self._next_request()
+        request = await self._receive_request()
         if request is None:
             result = self._run_task.result()
             if problem := self.find_problem(result):

@@ -16,7 +16,7 @@ ACTION_NAMES = {
     "Taxi": ["south", "north", "east", "west", "pickup", "dropoff"],
     "Blackjack": ["stick", "hit"],
 }
-INSTRUCTIONS = {
+GAME_INSTRUCTIONS = {
     "FrozenLake": "Walk from S to G over the frozen lake. F is ice, H is a hole. Brackets mark where you stand.",
 }
 HIGHLIGHTED_CELL = re.compile(r"(?:\x1b\[[0-9;]*m)+(.)(?:\x1b\[0m)+")  # a coloured cell of a rendered board
@@ -46,7 +46,7 @@ class Adapter:
         if num_values > MAX_OBSERVATION_VALUES and not self.render_args:
             raise ValueError(f"{name}: an observation has {num_values} values; images are not supported")
         request = "Call act with" if self.actions == "tools" else "Answer with"
-        instructions = _find_by_prefix(INSTRUCTIONS, base_name, f"You act in the environment {name}.")
+        instructions = _find_by_prefix(GAME_INSTRUCTIONS, base_name, f"You act in the environment {name}.")
         self.system_prompt = f"{instructions} {request} {self.format.description}."
         environment.close()
 

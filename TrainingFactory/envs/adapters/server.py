@@ -35,7 +35,7 @@ import traceback
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-PROTOCOL = 1
+PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 8 * 2**20
 LOST_ERRORS = (ConnectionError, TimeoutError, asyncio.TimeoutError)  # the last two differ in Python 3.10
 CLOSE_SECONDS = 1.5  # for the open episodes to close after the end of stdin
@@ -62,7 +62,7 @@ class Server:
         await asyncio.wait_for(self._close_episodes(), CLOSE_SECONDS)
 
     async def _close_episodes(self) -> None:
-        close_calls = [self.close({"episode": episode_name}) for episode_name in list(self._episodes)]
+        close_calls = [self.close({"episode": episode_id}) for episode_id in list(self._episodes)]
         await asyncio.gather(*close_calls, return_exceptions=True)
         if (close_adapter := getattr(self._adapter, "close", None)) is not None:
             await self._call("", close_adapter)
@@ -90,24 +90,24 @@ class Server:
             answer_line = answer_line[os.write(self._answer_fd, answer_line) :]
 
     async def version(self, request: Any) -> Any:
-        if request.get("protocol") != PROTOCOL:
-            raise ValueError(f"this server speaks protocol {PROTOCOL}, not {request.get('protocol')}")
+        if request.get("protocol") != PROTOCOL_VERSION:
+            raise ValueError(f"this server speaks protocol {PROTOCOL_VERSION}, not {request.get('protocol')}")
         return await self._call("", self._load_adapter, request.get("name", ""), request.get("args", {}))
 
     def _load_adapter(self, name: str, args: Any) -> Any:
         module = load_module("tfactory_adapter", self._adapter_file)
         self._adapter = module.Adapter(name, args)
         versions = find_package_versions(module.REQUIREMENTS)
-        return {"protocol": PROTOCOL, "name": name, "versions": versions, **self._adapter.describe()}
+        return {"protocol": PROTOCOL_VERSION, "name": name, "versions": versions, **self._adapter.describe()}
 
     async def tasks(self, request: Any) -> Any:
         arguments = (request["split"], request["seed"], request["count"])
         return {"tasks": await self._call("", lambda: list(self._adapter.tasks(*arguments)))}
 
     async def reset(self, request: Any) -> Any:
-        episode_name = str(request["episode"])
-        episode = await self._call(episode_name, self._adapter.reset, request["task"], request["seed"])
-        self._episodes[episode_name] = episode
+        episode_id = str(request["episode"])
+        episode = await self._call(episode_id, self._adapter.reset, request["task"], request["seed"])
+        self._episodes[episode_id] = episode
         answer = {"messages": episode.messages}
         return answer | ({"tools": episode.tools} if hasattr(episode, "tools") else {})
 
@@ -119,14 +119,14 @@ class Server:
         return {} if score_episode is None else await self._call(request["episode"], score_episode)
 
     async def close(self, request: Any) -> Any:
-        episode_name = str(request["episode"])
-        episode = self._episodes.pop(episode_name, None)
+        episode_id = str(request["episode"])
+        episode = self._episodes.pop(episode_id, None)
         try:
             if (close_episode := getattr(episode, "close", None)) is not None:
-                await self._call(episode_name, close_episode)
+                await self._call(episode_id, close_episode)
         finally:
-            self._locks.pop(episode_name, None)
-            if (pool := self._pools.pop(episode_name, None)) is not None:
+            self._locks.pop(episode_id, None)
+            if (pool := self._pools.pop(episode_id, None)) is not None:
                 pool.shutdown(wait=False)
         return {}
 
@@ -135,13 +135,13 @@ class Server:
             raise ValueError(f"there is no episode {request['episode']!r}; reset it first")
         return self._episodes[request["episode"]]
 
-    async def _call(self, episode: str, function: Any, *arguments: Any) -> Any:
+    async def _call(self, episode_id: str, function: Any, *arguments: Any) -> Any:
         """Call a function in the thread of the episode, or await it if it is async."""
         if inspect.iscoroutinefunction(function):
             return await function(*arguments)
-        if episode not in self._pools:
-            self._pools[episode] = ThreadPoolExecutor(1, f"episode {episode}")
-        return await asyncio.get_running_loop().run_in_executor(self._pools[episode], function, *arguments)
+        if episode_id not in self._pools:
+            self._pools[episode_id] = ThreadPoolExecutor(1, f"episode {episode_id}")
+        return await asyncio.get_running_loop().run_in_executor(self._pools[episode_id], function, *arguments)
 
 
 def to_plain(value: Any) -> Any:

@@ -121,7 +121,7 @@ class ModelServer:
         episode = self.episodes.get(request.headers.get("X-Session-ID", ""))
         if episode is None:
             return web.json_response({"error": {"message": "unknown episode"}}, status=401)
-        message = await episode.next_message(await request.json())
+        message = await episode.request_message(await request.json())
         if message is None:
             return web.json_response({"error": {"message": "the episode is over"}}, status=403)
         choice = {

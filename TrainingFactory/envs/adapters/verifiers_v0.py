@@ -162,7 +162,7 @@ class Client(clients.Client):
             "messages": [_to_wire(message) for message in prompt],
             "tools": [{"type": "function", "function": function} for function in functions],
         }
-        turn = await self._episode.next_message(request)
+        turn = await self._episode.request_message(request)
         if turn is None:
             raise errors.OverlongPromptError(
                 "the client ended the episode"

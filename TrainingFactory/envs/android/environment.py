@@ -43,9 +43,9 @@ KEY_CODES = {
 MAX_CHARS = 500  # characters of one call
 LONG_PRESS_MS = "800"  # milliseconds
 MAX_ATTEMPTS = 3  # to read a screen that moves
-THOUSAND = 1000
+AXIS_MAX = 1000
 ElementNumber = Annotated[int, Field(ge=1, description="number of the element")]
-Thousandth = Annotated[int, Field(ge=0, le=THOUSAND)]
+Thousandth = Annotated[int, Field(ge=0, le=AXIS_MAX)]
 Direction = Literal["up", "down", "left", "right"]
 Gesture = Literal["tap", "long_press"]
 Point = tuple[int, int]  # in pixels of the device
@@ -278,10 +278,10 @@ class AndroidEnvironment(ToolEnvironment):
     async def _read_screen(self) -> ToolResult:
         dump = await self._device.call("exec-out", "uiautomator", "dump", "/dev/tty")
         self.screen = parse_screen(dump.output)
-        images = [await self._screenshot()] if self.options.observation == "both" else []
+        images = [await self._take_screenshot()] if self.options.observation == "both" else []
         return ToolResult(str(self.screen), images=images)
 
-    async def _screenshot(self) -> PlacedImage:
+    async def _take_screenshot(self) -> PlacedImage:
         result = await self._device.call("exec-out", "screencap", "-p")
         try:
             return PlacedImage(0, await in_thread(read_image, result.stdout))
@@ -319,7 +319,7 @@ class ScreenshotEnvironment(AndroidEnvironment):
 
     @tool
     async def swipe(  # type: ignore[override]
-        self, direction: Direction, x: Thousandth = THOUSAND // 2, y: Thousandth = THOUSAND // 2
+        self, direction: Direction, x: Thousandth = AXIS_MAX // 2, y: Thousandth = AXIS_MAX // 2
     ) -> ToolResult:
         """Swipe over half of the screen, through a point. up shows what is further down."""
         return await self._swipe(direction, self._to_pixel(x, y), *self._screenshot_size)
@@ -332,10 +332,10 @@ class ScreenshotEnvironment(AndroidEnvironment):
     def _to_pixel(self, x: int, y: int) -> Point:
         """Return the pixel at a point of the last screenshot."""
         width, height = self._screenshot_size
-        return min(x * width // THOUSAND, width - 1), min(y * height // THOUSAND, height - 1)
+        return min(x * width // AXIS_MAX, width - 1), min(y * height // AXIS_MAX, height - 1)
 
     async def _read_screen(self) -> ToolResult:
-        screenshot = await self._screenshot()
+        screenshot = await self._take_screenshot()
         self._screenshot_size = screenshot.image.width, screenshot.image.height
         return ToolResult("", images=[screenshot])
 

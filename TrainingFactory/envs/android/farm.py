@@ -104,7 +104,7 @@ class DeviceFarm:
                 device.failure,
             )  # fmt: skip
         with self._lock:
-            self._leased_devices.discard(self._lease_key(device.serial))
+            self._leased_devices.discard(self._make_lease_key(device.serial))
 
     def metrics(self) -> dict[str, float]:
         """Return the number of leases and device failures so far, and of devices that are quarantined now."""
@@ -142,15 +142,15 @@ class DeviceFarm:
         ]
         with self._lock:
             for serial in usable_serials:
-                if self._lease_key(serial) not in self._leased_devices:
-                    self._leased_devices.add(self._lease_key(serial))
+                if self._make_lease_key(serial) not in self._leased_devices:
+                    self._leased_devices.add(self._make_lease_key(serial))
                     return serial
         if not usable_serials:
             reasons = "; ".join(quarantine.reason for quarantine in self.quarantines.values())
             raise DeviceUnavailable(f"every Android device is quarantined: {reasons}")
         return None
 
-    def _lease_key(self, serial: str) -> tuple[int | None, str]:
+    def _make_lease_key(self, serial: str) -> tuple[int | None, str]:
         return self.options.server_port, serial
 
     async def _check_health(self, device: Device) -> None:

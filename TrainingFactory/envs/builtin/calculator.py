@@ -21,7 +21,7 @@ class CalculatorEnvironment(ToolEnvironment):
     @classmethod
     def tasks(cls, split: str, seed: int, count: int) -> Iterator[Task]:
         return islice(
-            generate_tasks("calculator", split, seed, _new_task, lambda task: task.metadata["expression"]),
+            generate_tasks("calculator", split, seed, _make_task, lambda task: task.metadata["expression"]),
             count,
         )
 
@@ -50,7 +50,7 @@ class CalculatorEnvironment(ToolEnvironment):
         yield Message("assistant", str(rng.randint(10, 999)))
 
 
-def _new_task(task_id: str, rng: random.Random) -> Task:
+def _make_task(task_id: str, rng: random.Random) -> Task:
     # Two digits, because a model of half a million parameters does not copy three digits reliably.
     expression = f"{rng.randint(10, 99)}{rng.choice('+-*')}{rng.randint(10, 99)}"
     answer = str(calculate(expression))

@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from TrainingFactory.common.options import STRICT, make_from
 from TrainingFactory.envs.base import ForeignEnvironment, ToolEnvironment
-from TrainingFactory.envs.builtin.drawing import COLORS, LINE, SHAPES, Canvas, blank_like
+from TrainingFactory.envs.builtin.drawing import COLORS, LINE, SHAPES, Canvas, make_blank_image
 from TrainingFactory.envs.builtin.splits import generate_tasks
 from TrainingFactory.types import Image, Message, PlacedImage, Task
 
@@ -104,7 +104,7 @@ def _make_task(task_id: str, kind: ChartKind, rng: random.Random, options: Chart
         if kind == "count":
             text, answer = f"How many shapes are {answer}?", str(num_shapes)
         image = _draw_grid(metadata, options.scale)
-    image = blank_like(image) if options.blind else image
+    image = make_blank_image(image) if options.blind else image
     prompt = Message("user", text, images=[PlacedImage(0, image)])
     return Task(task_id, [prompt], answer, metadata)
 
@@ -118,7 +118,7 @@ def _draw_bar_chart(metadata: Mapping[str, Any], scale: int) -> Image:
         left, top = (bar * CELL_SIZE + 2) * scale, (baseline - height * UNIT_HEIGHT) * scale
         canvas.draw_box((left, top), (SHAPE_SIZE * scale, height * UNIT_HEIGHT * scale), COLORS[color])
         canvas.draw_text(BARS[bar], (left + SHAPE_SIZE * scale // 2, (baseline + 4) * scale), scale)
-    return canvas.image()
+    return canvas.to_image()
 
 
 def _draw_grid(metadata: Mapping[str, Any], scale: int) -> Image:
@@ -127,4 +127,4 @@ def _draw_grid(metadata: Mapping[str, Any], scale: int) -> Image:
         row, column = divmod(cell, COLUMNS)
         corner = (column * CELL_SIZE + 2) * scale, (row * CELL_SIZE + 2) * scale
         canvas.draw_shape(shape, corner, SHAPE_SIZE * scale, COLORS[color])
-    return canvas.image()
+    return canvas.to_image()

@@ -37,7 +37,7 @@ SHAPES: dict[str, Callable[[int, int, int], bool]] = {
 }
 LETTER_WIDTH, LETTER_HEIGHT = 3, 5
 # Rows of a letter from the top, each an octal digit: 4 is the left pixel, 2 the middle one, 1 the right one.
-LETTERS = {
+LETTER_ROWS = {
     "A": "25755", "B": "65656", "C": "34443", "D": "65556", "E": "74647", "F": "74644", "G": "34553", "H": "55755",
     "I": "72227", "J": "11152", "K": "55655", "L": "44447", "M": "57755", "N": "65555", "O": "25552", "P": "65644",
     "Q": "25563", "R": "65655", "S": "34216", "T": "72222", "U": "55557", "V": "55522", "W": "55775", "X": "55255",
@@ -66,7 +66,7 @@ class Canvas:
             self._picture.paste(color, (x, y), _draw_letter(letter, scale))
             x += (LETTER_WIDTH + 1) * scale
 
-    def image(self) -> Image:
+    def to_image(self) -> Image:
         return image_from_pillow(self._picture)
 
 
@@ -74,9 +74,9 @@ def measure_text(text: str, scale: int = 1) -> int:
     return (len(text) * (LETTER_WIDTH + 1) - 1) * scale
 
 
-def blank_like(image: Image) -> Image:
+def make_blank_image(image: Image) -> Image:
     """Return an empty image of the same size."""
-    return Canvas(image.width, image.height).image()
+    return Canvas(image.width, image.height).to_image()
 
 
 @cache
@@ -90,7 +90,7 @@ def _make_stencil(shape: str, size: int) -> Any:
 
 @cache
 def _draw_letter(letter: str, scale: int) -> Any:
-    pixels = [255 * (int(row) >> shift & 1) for row in LETTERS[letter] for shift in (2, 1, 0)]
+    pixels = [255 * (int(row) >> shift & 1) for row in LETTER_ROWS[letter] for shift in (2, 1, 0)]
     mask = _make_mask(LETTER_WIDTH, LETTER_HEIGHT, pixels)
     return mask.resize((LETTER_WIDTH * scale, LETTER_HEIGHT * scale), Pillow.Resampling.NEAREST)
 

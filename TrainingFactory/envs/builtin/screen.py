@@ -18,7 +18,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from TrainingFactory.common.options import STRICT, make_from
 from TrainingFactory.envs.base import ForeignEnvironment, ToolEnvironment
-from TrainingFactory.envs.builtin.drawing import COLORS, INK, LINE, PAPER, SHAPES, Canvas, blank_like
+from TrainingFactory.envs.builtin.drawing import COLORS, INK, LINE, PAPER, SHAPES, Canvas, make_blank_image
 from TrainingFactory.envs.builtin.splits import generate_tasks
 from TrainingFactory.protocols import Episode, Tool, ToolSource
 from TrainingFactory.tools import tool
@@ -26,11 +26,11 @@ from TrainingFactory.types import Image, Message, PlacedImage, Step, Task, ToolC
 
 TaskKind = Literal["color", "shape", "label", "switch", "switches", "reveal"]
 CLOSING_KINDS = ("color", "shape", "label")  # kinds whose screen closes at the first tap
-LABELS = "ADD BUY CUT END FAX LOG MAP NEW OFF PAY RUN SET TOP USE VIP WEB ZIP".split()
+BUTTON_LABELS = "ADD BUY CUT END FAX LOG MAP NEW OFF PAY RUN SET TOP USE VIP WEB ZIP".split()
 NUMBERS = [str(number) for number in range(10, 100)]
 WIDGET_SIZE = 12  # of a widget, in 16ths of its cell
-THOUSAND = 1000
-Thousandth = Annotated[int, Field(ge=0, lt=THOUSAND)]
+AXIS_MAX = 1000
+Thousandth = Annotated[int, Field(ge=0, lt=AXIS_MAX)]
 
 
 @checked_dataclass(config=STRICT, frozen=True)
@@ -82,7 +82,7 @@ def draw_screen(widgets: Sequence[Widget], options: ScreenOptions) -> Image:
         else:
             canvas.draw_shape(widget["shape"], (x, y), size, color)
         canvas.draw_text(widget["text"], center, unit, PAPER)
-    return canvas.image()
+    return canvas.to_image()
 
 
 class ScreenEnvironment(ToolEnvironment):
@@ -139,7 +139,7 @@ class ScreenEnvironment(ToolEnvironment):
             elif num_taps and self.task.metadata["kind"] == "reveal":
                 widget["text"] = self.task.metadata["numbers"][widget["cell"]]
         image = draw_screen(widgets, self.options)
-        return blank_like(image) if self.options.blind else image
+        return make_blank_image(image) if self.options.blind else image
 
     @tool(stateful=True)
     async def tap(self, cell: int) -> ToolResult:
@@ -157,17 +157,17 @@ class ScreenEnvironment(ToolEnvironment):
 
     def expert(self) -> Iterator[Message]:
         """Yield the turns of the reference solution."""
-        yield from (self._tap_message(cell) for cell in self.task.metadata["targets"])
+        yield from (self._make_tap_message(cell) for cell in self.task.metadata["targets"])
         if self.task.metadata["kind"] not in CLOSING_KINDS:
             yield Message("assistant", self.task.answer or "Done")
 
     def novice(self, rng: random.Random) -> Iterator[Message]:
         """Yield turns that tap random cells, so that a warm start on them leaves room for RL to improve."""
-        yield self._tap_message(rng.randrange(self.options.columns * self.options.rows))
+        yield self._make_tap_message(rng.randrange(self.options.columns * self.options.rows))
         if self.task.metadata["kind"] not in CLOSING_KINDS:
             yield Message("assistant", "Done" if self.task.answer is None else rng.choice(NUMBERS))
 
-    def _tap_message(self, cell: int) -> Message:
+    def _make_tap_message(self, cell: int) -> Message:
         return Message("assistant", tool_calls=[ToolCall("tap", {"cell": cell + 1})])
 
 
@@ -177,13 +177,13 @@ class PointScreenEnvironment(ScreenEnvironment):
     @tool(stateful=True)
     async def tap(self, x: Thousandth, y: Thousandth) -> ToolResult:  # type: ignore[override]
         """Tap a point, in thousandths of the picture from its left and from its top."""
-        column, row = x * self.options.columns // THOUSAND, y * self.options.rows // THOUSAND
+        column, row = x * self.options.columns // AXIS_MAX, y * self.options.rows // AXIS_MAX
         return self._record_tap(row * self.options.columns + column)
 
-    def _tap_message(self, cell: int) -> Message:
+    def _make_tap_message(self, cell: int) -> Message:
         row, column = divmod(cell, self.options.columns)
-        x = (2 * column + 1) * THOUSAND // (2 * self.options.columns)
-        y = (2 * row + 1) * THOUSAND // (2 * self.options.rows)
+        x = (2 * column + 1) * AXIS_MAX // (2 * self.options.columns)
+        y = (2 * row + 1) * AXIS_MAX // (2 * self.options.rows)
         return Message("assistant", tool_calls=[ToolCall("tap", {"x": x, "y": y})])
 
 
@@ -225,7 +225,7 @@ class _TaskMaker:
         colors = rng.sample(list(COLORS), len(COLORS))
         target_colors, other_colors = colors[:num_targets], colors[num_targets:]
         target_shape, *other_shapes = rng.sample(list(SHAPES), len(SHAPES))
-        target_label, *other_labels = rng.sample(LABELS, len(LABELS))
+        target_label, *other_labels = rng.sample(BUTTON_LABELS, len(BUTTON_LABELS))
         cells = rng.sample(range(self._num_cells), self._options.widgets or self._num_cells)
         target_cells = cells[:num_targets]
         switch_states = [rng.random() < 0.5 for _ in range(self._num_cells)]

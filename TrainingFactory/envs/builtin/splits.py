@@ -9,14 +9,14 @@ from itertools import count as endlessly
 
 from TrainingFactory.types import Task
 
-SPLITS = ("train", "heldout")
+SPLIT_NAMES = ("train", "heldout")
 HELDOUT_ONE_IN = 5  # one question in HELDOUT_ONE_IN is held out
 
 
 def in_split(question: str, split: str) -> bool:
     """Return whether a question belongs to a split, independently of seed and number of tasks."""
-    if split not in SPLITS:
-        raise ValueError(f"unknown split {split!r}; use {' or '.join(SPLITS)}")
+    if split not in SPLIT_NAMES:
+        raise ValueError(f"unknown split {split!r}; use {' or '.join(SPLIT_NAMES)}")
     digest = hashlib.blake2b(question.encode(), digest_size=8).digest()
     is_heldout = int.from_bytes(digest, "big") % HELDOUT_ONE_IN == 0
     return is_heldout == (split == "heldout")

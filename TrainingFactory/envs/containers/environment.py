@@ -212,7 +212,7 @@ class ContainerEnvironment(ToolEnvironment):
 
     def expert(self) -> Iterator[Message]:
         """Yield the turns of the reference solution: the task's solution script as one command."""
-        script_path = self.container_task.solution
+        script_path = self.container_task.solution_file
         if script_path is None:
             raise ValueError(f"{self.container_task.folder} has no solution script")
         command = script_path.read_text(encoding="utf-8")
@@ -225,10 +225,11 @@ class ContainerEnvironment(ToolEnvironment):
             if self._container is None:
                 await self._remove_orphans()
                 task, options = self.container_task, self.options
-                image = task.image
+                image = task.image_name
                 if image is None:
-                    assert task.context is not None
-                    image = await self.runtime.build_image(task.image_tag(), task.context, task.build_seconds)
+                    tag, context_folder = task.make_image_tag(), task.context_folder
+                    assert context_folder is not None
+                    image = await self.runtime.build_image(tag, context_folder, task.build_seconds)
                 limits = Limits(
                     options.cpus or task.cpus or 1.0,
                     options.memory_mb or task.memory_mb or 2048,

@@ -22,15 +22,15 @@ import psutil
 
 from TrainingFactory.common.texts import truncate_middle
 
-RUNTIMES = ("podman", "docker")
+RUNTIME_PROGRAMS = ("podman", "docker")
 OWNER_LABEL = "tfactory.owner"  # HOST:PID:START of the process that started a container
 PROBE_SECONDS = 60.0
 COMMAND_SECONDS = 120.0  # for starting, copying and removing
 CHUNK_BYTES = 65536
 # Root in the container prepares files and runs the tests; the agent's user has no capabilities at all.
-CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID")
+KEPT_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID")
 # The command is an argument, so that no quoting is needed.
-SHELL = (
+SHELL_COMMAND = (
     "sh",
     "-c",
     'if command -v bash >/dev/null 2>&1; then exec bash -c "$1"; else exec sh -c "$1"; fi',
@@ -78,31 +78,31 @@ class ContainerRuntime:
     def name(self) -> str:
         return self.command[0]
 
-    async def build_image(self, tag: str, context: Path, timeout: float) -> str:
+    async def build_image(self, tag: str, context_folder: Path, timeout: float) -> str:
         """Build an image, unless it exists; episodes of the same task wait for one build."""
         if tag not in self._builds or (self._builds[tag].done() and _has_failed(self._builds[tag])):
-            self._builds[tag] = asyncio.ensure_future(self._run_build(tag, context, timeout))
+            self._builds[tag] = asyncio.ensure_future(self._run_build(tag, context_folder, timeout))
         await asyncio.shield(self._builds[tag])
         return tag
 
-    async def _run_build(self, tag: str, context: Path, timeout: float) -> None:
+    async def _run_build(self, tag: str, context_folder: Path, timeout: float) -> None:
         if (await self.run("image", "inspect", tag)).status == 0:
             return
         self.counts["built"] += 1
-        result = await self.run("build", "-t", tag, str(context), timeout=timeout)
+        result = await self.run("build", "-t", tag, str(context_folder), timeout=timeout)
         if result.status != 0:
             reason = "took too long" if result.status is None else "failed"
-            raise ContainerError(f"building {context} {reason}: {_join_lines(result.output)}")
+            raise ContainerError(f"building {context_folder} {reason}: {_join_lines(result.output)}")
 
     async def start_container(
-        self, image: str, limits: Limits, workdir: str | None = None, env: Mapping[str, str] | None = None
+        self, tag: str, limits: Limits, workdir: str | None = None, env: Mapping[str, str] | None = None
     ) -> Container:
         container_name = f"tfactory-{uuid.uuid4().hex[:16]}"
-        result = await self.run(*make_start_arguments(container_name, image, limits, workdir, env or {}))
+        result = await self.run(*make_start_arguments(container_name, tag, limits, workdir, env or {}))
         if result.status != 0:
             await self.run("rm", "-f", container_name)
             raise ContainerError(
-                f"{self.name} could not start a container of {image}: {_join_lines(result.output)}"
+                f"{self.name} could not start a container of {tag}: {_join_lines(result.output)}"
             )
         self.counts["started"] += 1
         return Container(self, container_name)
@@ -137,13 +137,13 @@ class ContainerRuntime:
                     output.add(chunk)
                 await process.wait()
         except TimeoutError:
-            return CommandResult(None, output.text())
+            return CommandResult(None, output.to_text())
         finally:
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
                 await process.wait()
-        return CommandResult(process.returncode, output.text())
+        return CommandResult(process.returncode, output.to_text())
 
 
 @dataclass(slots=True)
@@ -165,7 +165,7 @@ class Container:
         """Run a shell command; after `timeout` seconds, kill all processes of its user."""
         workdir_args = [] if workdir is None else ["--workdir", workdir]
         env_args = [arg for key, value in (env or {}).items() for arg in ("--env", f"{key}={value}")]
-        arguments = ("exec", "--user", user, *workdir_args, *env_args, self.name, *SHELL, command)
+        arguments = ("exec", "--user", user, *workdir_args, *env_args, self.name, *SHELL_COMMAND, command)
         result = await self.runtime.run(*arguments, timeout=timeout)
         if result.status is None:
             await self.kill_processes(user)
@@ -203,13 +203,13 @@ class Container:
 
 
 def make_start_arguments(
-    name: str, image: str, limits: Limits, workdir: str | None, env: Mapping[str, str]
+    name: str, tag: str, limits: Limits, workdir: str | None, env: Mapping[str, str]
 ) -> list[str]:
     """Return the arguments of `podman run` or `docker run`: no network unless `limits` allow it, no mounts, few
     capabilities, and the limits."""
     arguments = ["run", "--detach", "--rm", "--name", name, "--label", f"{OWNER_LABEL}={make_owner_id()}"]
     arguments += [] if limits.network else ["--network", "none"]
-    arguments += ["--cap-drop", "ALL", *(arg for cap in CAPABILITIES for arg in ("--cap-add", cap))]
+    arguments += ["--cap-drop", "ALL", *(arg for cap in KEPT_CAPABILITIES for arg in ("--cap-add", cap))]
     arguments += ["--security-opt", "no-new-privileges", "--user", "0"]
     memory_limit = f"{limits.memory_mb}m"
     arguments += ["--memory", memory_limit, "--memory-swap", memory_limit, "--cpus", f"{limits.cpus:g}"]
@@ -219,7 +219,7 @@ def make_start_arguments(
     arguments += [] if workdir is None else ["--workdir", workdir]
     arguments += [arg for key, value in env.items() for arg in ("--env", f"{key}={value}")]
     num_sleeps = f"{max(1, round(limits.lifetime / 10))}"
-    return [*arguments, "--entrypoint", "sh", image, "-c", WAIT_SCRIPT, "sh", num_sleeps]
+    return [*arguments, "--entrypoint", "sh", tag, "-c", WAIT_SCRIPT, "sh", num_sleeps]
 
 
 def _make_ulimit_args(name: str, limit: int) -> list[str]:
@@ -231,7 +231,7 @@ def _make_ulimit_args(name: str, limit: int) -> list[str]:
 
 def find_runtime(command: str | None) -> list[str]:
     """Return the command of a runtime that can start containers on this machine; raise ValueError if there is none."""
-    candidates = [shlex.split(command)] if command else [[name] for name in RUNTIMES]
+    candidates = [shlex.split(command)] if command else [[name] for name in RUNTIME_PROGRAMS]
     installed_commands = [candidate for candidate in candidates if candidate and shutil.which(candidate[0])]
     if not installed_commands:
         problem = f"{command!r} is not a program" if command else "neither podman nor docker is installed"
@@ -300,7 +300,7 @@ class _Output:
         self._tail += chunk[free_bytes:] if free_bytes > 0 else chunk
         del self._tail[: -self._half_bytes]
 
-    def text(self) -> str:
+    def to_text(self) -> str:
         num_omitted = self._num_bytes - len(self._head) - len(self._tail)
         note = f"\n[{num_omitted} bytes omitted]\n".encode() if num_omitted else b""
         return truncate_middle(bytes(self._head + note + self._tail).decode(errors="replace"), self._limit)

@@ -39,11 +39,11 @@ class ContainerTask:
     folder: Path
     task_format: str  # harbor or terminal-bench
     instruction: str
-    image: str | None  # name of an existing image; None: built from `context`
-    context: Path | None  # folder with the Dockerfile
+    image_name: str | None  # name of an existing image; None: built from `context_folder`
+    context_folder: Path | None  # with the Dockerfile
     test_paths: tuple[Path, ...]  # copied to /tests
     test_script: str  # in the container
-    solution: Path | None
+    solution_file: Path | None
     test_seconds: float
     build_seconds: float = BUILD_SECONDS
     cpus: float | None = None
@@ -58,13 +58,14 @@ class ContainerTask:
         """Return whether the tests write a reward file; else their exit status is the reward."""
         return self.task_format == "harbor"
 
-    def image_tag(self) -> str:
+    def make_image_tag(self) -> str:
         """Return a tag for the image that depends on the contents of the build context."""
-        assert self.context is not None
+        folder = self.context_folder
+        assert folder is not None
         digest = hashlib.blake2b(digest_size=12)
-        for path in sorted(self.context.rglob("*")):
+        for path in sorted(folder.rglob("*")):
             if path.is_file():
-                digest.update(repr((path.relative_to(self.context).as_posix(), path.stat().st_mode)).encode())
+                digest.update(repr((path.relative_to(folder).as_posix(), path.stat().st_mode)).encode())
                 digest.update(hashlib.blake2b(path.read_bytes()).digest())
         return f"localhost/tfactory-task:{digest.hexdigest()}"
 
@@ -112,9 +113,9 @@ def _read_harbor(folder: Path) -> ContainerTask:
         )
     if (folder / "environment" / "docker-compose.yaml").exists():
         raise ValueError(f"{folder}/environment/docker-compose.yaml: several services are not supported")
-    image = environment.get("docker_image")
+    image_name = environment.get("docker_image")
     build_context = folder / "environment"
-    if image is None and not (build_context / "Dockerfile").is_file():
+    if image_name is None and not (build_context / "Dockerfile").is_file():
         raise ValueError(
             f"{folder} has neither environment/Dockerfile nor environment.docker_image in task.toml"
         )
@@ -123,8 +124,8 @@ def _read_harbor(folder: Path) -> ContainerTask:
         folder,
         "harbor",
         _read_text(folder / "instruction.md"),
-        image,
-        None if image else build_context,
+        image_name,
+        None if image_name else build_context,
         (_get_file(folder / "tests" / "test.sh").parent,),
         "/tests/test.sh",
         _find_file(folder / "solution" / "solve.sh"),

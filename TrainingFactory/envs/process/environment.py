@@ -241,7 +241,7 @@ class ForeignProcess(ForeignEnvironment):
         return type(self.environment_id, (ProcessEnvironment,), members)
 
 
-def environment(name: str) -> type[ForeignProcess]:
+def make_adapter_class(name: str) -> type[ForeignProcess]:
     """Return the adapter class for an `environment_id`: `process:COMMAND` or `gymnasium:NAME`."""
     return type(name, (ForeignProcess,), {"environment_id": name})
 

@@ -23,10 +23,10 @@ from typing import Any
 from TrainingFactory.common.workers import groups
 from TrainingFactory.tools import sandbox
 
-PROTOCOL = 1
+PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 8 * 2**20
 GRACE_SECONDS = 2.0  # after closing stdin
-LAUNCHER = Path(sandbox.__file__).with_name("launch.py")
+LAUNCHER_FILE = Path(sandbox.__file__).with_name("launch.py")
 UNRESTRICTED = b"unrestricted:"  # written by launch.py
 log = logging.getLogger(__name__)
 _ID_PATTERN = re.compile(rb'\s*\{\s*"id":\s*(\d+)')
@@ -126,7 +126,7 @@ class EnvironmentProcess:
         try:
             async with asyncio.timeout(self.program.start_seconds):
                 await self._launch()
-                fields = {"protocol": PROTOCOL, "name": self.program.name, "args": self.program.args}
+                fields = {"protocol": PROTOCOL_VERSION, "name": self.program.name, "args": self.program.args}
                 self.description = await self.request("version", **fields)
         except TimeoutError:
             reason = f"it did not answer `version` within {self.program.start_seconds:g} s"
@@ -138,10 +138,10 @@ class EnvironmentProcess:
         except RequestFailed as error:
             await self._fail_requests(str(error))
             raise
-        if self.description.get("protocol") != PROTOCOL:
+        if self.description.get("protocol") != PROTOCOL_VERSION:
             protocol = self.description.get("protocol")
             await self._fail_requests(
-                f"it speaks protocol {protocol!r}; TrainingFactory speaks protocol {PROTOCOL}"
+                f"it speaks protocol {protocol!r}; TrainingFactory speaks protocol {PROTOCOL_VERSION}"
             )
             raise RequestFailed(self.error)
 
@@ -151,7 +151,7 @@ class EnvironmentProcess:
         program, command = self.program, list(self.program.command)
         if program.confined:
             settings = {"folder": self._folder, "readable": list(program.readable)}
-            command = [sys.executable, "-I", "-S", str(LAUNCHER), json.dumps(settings), *command]
+            command = [sys.executable, "-I", "-S", str(LAUNCHER_FILE), json.dumps(settings), *command]
         env = groups.inherit_variables(list(program.env)) | dict.fromkeys(("HOME", "TMPDIR"), self._folder)
         read_fd, self._lifeline_fd = os.pipe()  # the kernel kills the process group when our end closes
         try:

@@ -17,7 +17,7 @@ from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.types import Message, Step, Task, ToolCall, ToolFailure, ToolResult, ToolSpec
 
 TOOL_NAME = "user.reply"
-CALLER = "user"  # in recordings
+CALLER_NAME = "user"  # in recordings
 MAX_REPLY_CHARS = 1_000_000
 
 
@@ -46,7 +46,7 @@ class UserConversation(ToolEnvironment):
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
-        self._instructions = self.user.brief.instructions(task)
+        self._instructions = self.user.brief.render_instructions(task)
         self._dialogue: list[Message] = []  # as the user model sees it
         self._num_replies = 0
         self._reply_executor: AsyncToolExecutor | None = None
@@ -104,7 +104,7 @@ class UserConversation(ToolEnvironment):
         """Request a reply from the user model through a tool that is hidden from the agent."""
         if self._reply_executor is None:
             self._reply_executor = self.executor.hidden([ReplyTool(self)], self.user.timeout, MAX_REPLY_CHARS)
-        with self._reply_executor.measure(CALLER):
+        with self._reply_executor.measure(CALLER_NAME):
             arguments = {"turn": self._num_replies, "text": agent_text}
             [result] = await self._reply_executor.batch_execute([ToolCall(TOOL_NAME, arguments)])
         if not result.ok:

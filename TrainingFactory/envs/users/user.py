@@ -16,7 +16,7 @@ from TrainingFactory.types import Message, Task
 FirstMessage = Literal["task", "user"]
 STOP_MARKER = "###STOP###"
 GREETING = "Hello! How can I help you?"  # what the user model answers with its first message
-INSTRUCTIONS = """You play a user who writes to an assistant. Write only the user's next message.
+DEFAULT_TEMPLATE = """You play a user who writes to an assistant. Write only the user's next message.
 
 Who you are: {persona}
 What you want: {goal}
@@ -25,7 +25,7 @@ What you want: {goal}
 - Tell the assistant a detail when it asks for it, not before. Do not make up details that are not written above.
 - When the assistant has done what you want, or clearly cannot do it, write {stop} and nothing else."""
 DEFAULT_PERSONA = "an ordinary person"
-PLACEHOLDER = re.compile(r"\{(\w+(?:\.\w+)*)\}")
+PLACEHOLDER_PATTERN = re.compile(r"\{(\w+(?:\.\w+)*)\}")
 
 
 class UserModel(Protocol):
@@ -43,7 +43,7 @@ class UserBrief:
 
     persona: str | None = None  # template over the task's columns; None: its column `persona`, if it has one
     goal: str | None = None  # template; None: the column `goal`, or with first=user the task's prompt
-    template: str = INSTRUCTIONS  # with {persona}, {goal}, {stop} and columns of the task
+    template: str = DEFAULT_TEMPLATE  # with {persona}, {goal}, {stop} and columns of the task
     first: FirstMessage = (
         "task"  # user: the user model writes the first message, in place of the task's prompt
     )
@@ -51,9 +51,9 @@ class UserBrief:
     max_turns: int = 8  # replies of the user
     sees_tools: bool = False
 
-    def instructions(self, task: Task) -> str:
+    def render_instructions(self, task: Task) -> str:
         """Return the system prompt of the user model for a task; raise ValueError for a missing column."""
-        columns = {"prompt": _prompt_text(task.prompt), "answer": task.answer, "id": task.id, **task.metadata}
+        columns = {"prompt": _join_prompt(task.prompt), "answer": task.answer, "id": task.id, **task.metadata}
         persona = self.persona if self.persona is not None else "{persona}" if "persona" in columns else None
         goal = self.goal
         if goal is None:
@@ -85,10 +85,10 @@ def fill_template(template: str, columns: Mapping[str, Any], task_id: str, key: 
             cell = cell[name]
         return cell if isinstance(cell, str) else json.dumps(cell, ensure_ascii=False, default=str)
 
-    return PLACEHOLDER.sub(look_up, template)
+    return PLACEHOLDER_PATTERN.sub(look_up, template)
 
 
-def _prompt_text(prompt: str | list[Message]) -> str:
+def _join_prompt(prompt: str | list[Message]) -> str:
     if isinstance(prompt, str):
         return prompt
     return "\n\n".join(message.content for message in prompt if message.role == "user")

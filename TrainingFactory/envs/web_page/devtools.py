@@ -228,7 +228,7 @@ class BrowserPage:
             raise ScriptError(details.get("exception", {}).get("description") or details["text"])
         return answer["result"].get("value")
 
-    async def screenshot(self) -> bytes:
+    async def take_screenshot(self) -> bytes:
         """Return a PNG file of the visible part."""
         return base64.b64decode((await self._send("Page.captureScreenshot", format="png"))["data"])
 

@@ -18,7 +18,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from TrainingFactory.common.images import read_image
 from TrainingFactory.common.options import STRICT, NotNegative, Positive, Text, make_from
 from TrainingFactory.envs.base import ForeignEnvironment, ToolEnvironment
-from TrainingFactory.envs.builtin.drawing import blank_like
+from TrainingFactory.envs.builtin.drawing import make_blank_image
 from TrainingFactory.envs.builtin.splits import generate_tasks
 from TrainingFactory.envs.web_page.devtools import (
     BrowserLost,
@@ -33,10 +33,10 @@ from TrainingFactory.tools import tool
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Image, Message, PlacedImage, Step, Task, ToolCall, ToolResult
 
-THOUSAND = 1000
+AXIS_MAX = 1000
 MAX_CHARS = 500  # characters of one call
 SCROLL_SHARE = 0.8  # of the window's height
-Thousandth = Annotated[int, Field(ge=0, le=THOUSAND)]
+Thousandth = Annotated[int, Field(ge=0, le=AXIS_MAX)]
 Direction = Literal["up", "down"]
 
 
@@ -105,7 +105,7 @@ class WebPageEnvironment(ToolEnvironment):
         options, html = self.options, await in_thread(self._read_html)
         self._open_page = await self.pool.open_page(html, options.width, options.height)
         *messages, message = await super().reset()
-        return [*messages, dataclasses.replace(message, images=[PlacedImage(0, await self._screenshot())])]
+        return [*messages, dataclasses.replace(message, images=[PlacedImage(0, await self._take_image())])]
 
     def _read_html(self) -> str:
         if "widgets" in self.task.metadata:
@@ -140,7 +140,7 @@ class WebPageEnvironment(ToolEnvironment):
     async def tap(self, x: Thousandth, y: Thousandth) -> ToolResult:
         """Tap a point."""
         width, height = self.options.width, self.options.height
-        await self._page.tap(min(x * width / THOUSAND, width - 1), min(y * height / THOUSAND, height - 1))
+        await self._page.tap(min(x * width / AXIS_MAX, width - 1), min(y * height / AXIS_MAX, height - 1))
         return await self._show_page()
 
     @tool(stateful=True)
@@ -172,11 +172,11 @@ class WebPageEnvironment(ToolEnvironment):
 
     async def _show_page(self) -> ToolResult:
         await asyncio.sleep(self.options.settle)
-        return ToolResult("", images=[PlacedImage(0, await self._screenshot())])
+        return ToolResult("", images=[PlacedImage(0, await self._take_image())])
 
-    async def _screenshot(self) -> Image:
-        image = await in_thread(read_image, await self._page.screenshot())
-        return blank_like(image) if self.options.blind else image
+    async def _take_image(self) -> Image:
+        image = await in_thread(read_image, await self._page.take_screenshot())
+        return make_blank_image(image) if self.options.blind else image
 
     def expert(self) -> Iterator[Message]:
         """Yield the turns of the reference solution of a built-in page."""
@@ -189,7 +189,7 @@ class WebPageEnvironment(ToolEnvironment):
                 yield _call_tool("scroll", direction="down")
                 scroll_top = min(scroll_top + SCROLL_SHARE * self.options.height, max_scroll)
             x = widgets[name]["x"] + CELL[0] // 2 - MARGIN // 2
-            point = x * THOUSAND // self.options.width, int((y - scroll_top) * THOUSAND / self.options.height)
+            point = x * AXIS_MAX // self.options.width, int((y - scroll_top) * AXIS_MAX / self.options.height)
             yield _call_tool("tap", x=point[0], y=point[1])
             if name in expected_state["fields"]:
                 yield _call_tool("type_text", text=expected_state["fields"][name])

@@ -13,7 +13,7 @@ PageKind = Literal["button", "field", "boxes", "list"]
 WIDGET_NAMES = (
     "Add Buy Cut Edit Find Help Join Keep Load Move Next Open Pay Quit Run Save Tag Undo View Zoom".split()
 )
-WORDS = "apple bread candle dragon engine forest garden harbor island jungle kettle lemon".split()
+FIELD_WORDS = "apple bread candle dragon engine forest garden harbor island jungle kettle lemon".split()
 CELL = (110, 40)  # pixels
 MARGIN = 10  # around a widget, in its cell
 
@@ -42,7 +42,7 @@ def make_page_task(task_id: str, kind: PageKind, rng: random.Random, width: int,
         widgets = [_place("box", name, cell, columns) for name, cell in zip(names[:6], cells, strict=False)]
         prompt, expected_state = f"Tick {' and '.join(ticked)}, and nothing else.", {"ticked": ticked}
     elif kind == "field":
-        word, field_names = rng.choice(WORDS), names[:3]
+        word, field_names = rng.choice(FIELD_WORDS), names[:3]
         widgets = [
             _place("button" if name == names[3] else "field", name, cell, columns)
             for name, cell in zip(names[:4], cells, strict=False)
