@@ -14,7 +14,7 @@ from TrainingFactory.common.texts import escape_control
 
 WIDTH, HEIGHT = 640, 240
 TOP, RIGHT, BOTTOM, LEFT = 14, 12, 44, 68  # margins in pixels; the last two hold the axis labels
-COLOURS = ("#3d85c6", "#c27a22", "#2e9c57", "#a65fc0")  # contrast of 3:1 or more on white and on black
+CURVE_COLOURS = ("#3d85c6", "#c27a22", "#2e9c57", "#a65fc0")  # contrast of 3:1 or more on white and on black
 MAX_TITLE_CHARS = 26  # characters beside the value axis
 MAX_POINTS = 320  # maximum points of a curve; longer ones are averaged down
 
@@ -97,8 +97,8 @@ class Chart:
         return f'<g fill="currentColor" font-size="17" font-family="sans-serif">{"".join(svg_elements)}</g>'
 
     def _draw_curve(self, curve: Curve, curve_index: int) -> str:
-        colour_index = curve_index % len(COLOURS)
-        colour = f"var(--line{colour_index},{COLOURS[colour_index]})"
+        colour_index = curve_index % len(CURVE_COLOURS)
+        colour = f"var(--line{colour_index},{CURVE_COLOURS[colour_index]})"
         band = f'<polygon style="fill:{colour};opacity:.2" points="{self.band(curve)}"/>' if curve.low else ""
         if curve.dots or len(curve.points) == 1:  # a line of one point would be invisible
             dots = "".join(f'<circle cx="{x}" cy="{y}" r="2.5"/>' for x, y in self.to_pixels(curve.points))

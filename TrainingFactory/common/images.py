@@ -18,7 +18,7 @@ from TrainingFactory.types import Image, PlacedImage
 
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP")
 # The first bytes of image files, those of rejected formats included: their error names the reason.
-SIGNATURES = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*", b"<svg", b"<?xml")
+MAGIC_BYTES = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*", b"<svg", b"<?xml")
 IMAGES_FOLDER = "images"  # beside the file that names the digests
 
 
@@ -92,7 +92,7 @@ def image_from_pillow(picture: Any, limits: ImageLimits = LIMITS) -> Image:
 def is_image(value: Any) -> bool:
     """Return whether a value is an `Image`, a PIL image, or the bytes of an image file."""
     if isinstance(value, bytes | bytearray):
-        return bytes(value[:8]).lstrip().startswith(SIGNATURES)
+        return bytes(value[:8]).lstrip().startswith(MAGIC_BYTES)
     return isinstance(value, Image) or _is_pillow(value)
 
 

@@ -32,7 +32,7 @@ MAX_MISSES = 1000  # consecutive questions of the other split before a task iter
 PROBES = 8  # entries that a scorer is tested on
 MAX_JUNK_REWARD = 0.2  # mean reward; not 0, because the answer of another task may be right by chance
 RANDOM_WORDS = "river stone lamp Tuesday quickly seven"
-EVALUATORS = {"eval", "exec", "parse_expr", "parse_latex", "sympify"}  # the last three: sympy, calls eval
+EVAL_NAMES = {"eval", "exec", "parse_expr", "parse_latex", "sympify"}  # the last three: sympy, calls eval
 
 
 class ReasoningGymEnvironment(ToolEnvironment):
@@ -147,12 +147,12 @@ def _score_probes(dataset: str, texts: Sequence[str | None]) -> list[float]:
 
 @cache
 def _find_evaluators(dataset: str) -> set[str]:
-    """Return the names in EVALUATORS that a dataset's module calls, except functions that the module itself defines."""
+    """Return the names in EVAL_NAMES that a dataset's module calls, except functions that the module itself defines."""
     tree = ast.parse(inspect.getsource(sys.modules[_load_datasets()[dataset].__module__]))
     defined_names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     callees = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
     called_names = {func.id for func in callees if isinstance(func, ast.Name)} - defined_names
-    return EVALUATORS & (called_names | {func.attr for func in callees if isinstance(func, ast.Attribute)})
+    return EVAL_NAMES & (called_names | {func.attr for func in callees if isinstance(func, ast.Attribute)})
 
 
 def is_safe_to_evaluate(text: str, evaluators: set[str]) -> bool:

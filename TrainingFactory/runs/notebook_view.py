@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup, escape
 
-from TrainingFactory.common.charts import COLOURS, Chart, Curve
+from TrainingFactory.common.charts import CURVE_COLOURS, Chart, Curve
 from TrainingFactory.common.texts import escape_control
 from TrainingFactory.runs.embedded_images import EmbeddedImages
 from TrainingFactory.runs.episode_texts import conversation_with_images, ending_text
@@ -100,7 +100,7 @@ def _render_legend(chart: Chart) -> str:
     if len(chart.lines) < 2:
         return ""
     labels = [
-        f'<span style="color:var(--line{index},{COLOURS[index]})">&#9632;</span> {_escape(line.name)}'
+        f'<span style="color:var(--line{index},{CURVE_COLOURS[index]})">&#9632;</span> {_escape(line.name)}'
         for index, line in enumerate(chart.lines)
     ]
     return f'<div style="font-size:85%;padding-left:4em">{" &nbsp; ".join(labels)}</div>'

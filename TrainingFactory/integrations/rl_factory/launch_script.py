@@ -14,9 +14,9 @@ ASSIGNMENT = re.compile(r"(?:export\s+|declare\s+(?:-\w+\s+)?|readonly\s+|local\
 OVERRIDE_PATTERN = re.compile(r"\+{0,2}([A-Za-z_][\w./@]*)=(.*)", re.DOTALL)
 STRAY = re.compile(r"\s*\+{0,2}(?:data|actor_rollout_ref|algorithm|trainer|critic|reward_\w+)\.[\w.]+=")
 # $NAME, ${NAME}, ${NAME:-default}, and what only a shell can evaluate: $(command), `command`, $((1 + 1)), other ${...}
-VARIABLE = r"\$(?:(\w+)|\{(\w+)(?::?-([^}]*))?\}|\(\(.*?\)\)|\([^)]*\)|\{[^}]*\}|[@*#?$!-])|`[^`]*`"
-UNQUOTED_PATTERN = re.compile(rf"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|{VARIABLE}""", re.DOTALL)
-QUOTED_PATTERN = re.compile(rf"\\.|{VARIABLE}", re.DOTALL)
+VARIABLE_REGEX = r"\$(?:(\w+)|\{(\w+)(?::?-([^}]*))?\}|\(\(.*?\)\)|\([^)]*\)|\{[^}]*\}|[@*#?$!-])|`[^`]*`"
+UNQUOTED_PATTERN = re.compile(rf"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|{VARIABLE_REGEX}""", re.DOTALL)
+QUOTED_PATTERN = re.compile(rf"\\.|{VARIABLE_REGEX}", re.DOTALL)
 SHELL_ONLY = re.compile("\ue000(.*?)\ue000")  # a value that only the shell knows, between our own markers
 COMMAND_END_PATTERN = re.compile(r"\d?>|&?>>?|<|\||;|&")
 # Characters; RL-Factory's own scripts have 4,000. Nested ${A:-${B:-... takes quadratic time.

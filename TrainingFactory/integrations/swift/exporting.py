@@ -18,7 +18,7 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.disk import write_atomically
 from TrainingFactory.data.trajectories import task_to_dict
 from TrainingFactory.envs import ToolEnvironment
-from TrainingFactory.integrations.swift import CONFIG_VARIABLE, NAME, TASK_COLUMN
+from TrainingFactory.integrations.swift import CONFIG_VARIABLE, PLUGIN_NAME, TASK_COLUMN
 from TrainingFactory.integrations.swift.keys import LORA_ARGUMENTS, SAME_MEANING, VALUES
 from TrainingFactory.integrations.swift.scheduler import as_swift_messages, check_config, swift_environment
 from TrainingFactory.models.names import BUILTINS, resolve_model_name
@@ -104,8 +104,8 @@ def make_swift_arguments(config: TrainingConfig, folder: Path) -> tuple[dict[str
     arguments["output_dir"] = str(folder.resolve() / "output")
     arguments |= {
         "dataset": str(folder.resolve() / ROWS_FILE),
-        "multi_turn_scheduler": NAME,
-        "reward_funcs": NAME,
+        "multi_turn_scheduler": PLUGIN_NAME,
+        "reward_funcs": PLUGIN_NAME,
         "remove_unused_columns": False,
         "logging_steps": 1,
     }

@@ -19,7 +19,7 @@ from TrainingFactory.integrations.swift import keys
 from TrainingFactory.integrations.swift.keys import BY_HAND, NO_COUNTERPART, NOT_NEEDED
 
 COMMAND_PATTERN = re.compile(r"(?:^|/)swift$")
-METHODS = ("rlhf", "sft", "pt")
+SWIFT_COMMANDS = ("rlhf", "sft", "pt")
 MAX_BYTES = 1_000_000
 ARGUMENT_PATTERN = re.compile(r"--([\w-]+)(?:=(.*))?", re.DOTALL)
 BATCH_KEYS = (
@@ -111,7 +111,7 @@ class SwiftTranslation:
         self._set_key("training.algorithm", self.algorithm)
 
     def _add_defaults(self) -> None:
-        defaults: dict[str, Any] = dict(keys.DEFAULTS)
+        defaults: dict[str, Any] = dict(keys.SWIFT_DEFAULTS)
         if self.algorithm == "grpo":
             defaults |= keys.GRPO_DEFAULTS
         tuner = str(self._arguments.get("tuner_type", defaults["tuner_type"]))
@@ -271,7 +271,7 @@ def _read_script(path: Path, variables: Mapping[str, str]) -> dict[str, Any]:
         except ValueError as error:
             raise ValueError(f"{path}: invalid shell command in {line[:60]!r}: {error}") from None
         start = next((index for index, word in enumerate(words) if COMMAND_PATTERN.search(word)), None)
-        if start is not None and words[start + 1 : start + 2] and words[start + 1] in METHODS:
+        if start is not None and words[start + 1 : start + 2] and words[start + 1] in SWIFT_COMMANDS:
             commands.append(words[start + 1 :])
         elif len(words) <= 2 and (assignment := ASSIGNMENT.fullmatch(" ".join(words))):
             expansion.variables[assignment[1]] = variables.get(assignment[1], assignment[2])
