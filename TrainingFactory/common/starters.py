@@ -146,8 +146,8 @@ def copy_starter(starter: Starter, out: Path | None = None) -> list[Path]:
     return list(missing_paths.values())
 
 
-def _has_same_content(original: Path, copied_file: Path) -> bool:
-    return copied_file.is_file() and copied_file.read_bytes() == original.read_bytes()
+def _has_same_content(original_path: Path, copied_file: Path) -> bool:
+    return copied_file.is_file() and copied_file.read_bytes() == original_path.read_bytes()
 
 
 def find_create_command(path: Path) -> str | None:

@@ -120,7 +120,7 @@ def as_value_error(error: BaseException) -> ValueError:
     unchanged."""
     if isinstance(error, ValueError) and has_plain_message(error):
         return error
-    frames = user_frames(error)
+    frames = find_user_frames(error)
     location = f"{frames[-1].file}:{frames[-1].line}: " if frames else ""
     return ValueError(f"{location}{type(error).__name__}: {error}")
 
@@ -132,7 +132,7 @@ class Frame:
     function: str  # qualified name
 
 
-def user_frames(error: BaseException) -> list[Frame]:
+def find_user_frames(error: BaseException) -> list[Frame]:
     """Return the traceback's frames in the user's code, innermost last."""
     return [
         Frame(frame.f_code.co_filename, line, frame.f_code.co_qualname.rpartition("<locals>.")[2])
@@ -143,13 +143,13 @@ def user_frames(error: BaseException) -> list[Frame]:
 
 def locate_error(error: BaseException) -> str:
     """Return the error's innermost location in the user's code, such as ` (rewards.py:12)`, or ""."""
-    frames = user_frames(error)
+    frames = find_user_frames(error)
     return f" ({Path(frames[-1].file).name}:{frames[-1].line})" if frames else ""
 
 
 def describe_failure(error: BaseException, subject: str = "") -> str:
     """Describe in one line who failed (default: the user's reward function), where and why."""
-    frames, is_plain = user_frames(error), has_plain_message(error)
+    frames, is_plain = find_user_frames(error), has_plain_message(error)
     if not frames and not subject:
         return (format_message(error) if is_plain else "") or describe(error)
     reason = f": {format_message(error)}" if is_plain else f" raised {describe(error)}"

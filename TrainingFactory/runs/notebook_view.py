@@ -75,7 +75,7 @@ def _escape(value: object) -> str:
 
 def run_html(title: str, facts: Sequence[tuple[str, object]], rows: Rows, notes: Sequence[str] = ()) -> str:
     """Return a run as HTML: its facts as a table, notes, and its most important metrics as charts by step."""
-    charts_html = "".join(f"<div>{chart.svg()}{_render_legend(chart)}</div>" for chart in make_charts(rows))
+    charts_html = "".join(f"<div>{chart.draw()}{_render_legend(chart)}</div>" for chart in make_charts(rows))
     grid_html = f'<div style="{GRID_STYLE}">{charts_html}</div>' if charts_html else ""
     facts_html = table_html(facts) if facts else ""
     notes_html = "".join(f'<div style="overflow-wrap:anywhere">{_escape(note)}</div>' for note in notes)

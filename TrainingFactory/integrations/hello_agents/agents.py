@@ -100,7 +100,7 @@ class LLMConfig:
             self.api_key = None  # keeps the key out of repr()
         self._key_env = KEY_VARIABLE if uses_key and KEY_VARIABLE in os.environ else KEY_BY_HOST
 
-    def endpoint(self) -> ChatEndpoint:
+    def make_endpoint(self) -> ChatEndpoint:
         model = self.model or os.environ.get(MODEL_VARIABLE)
         base_url = self.base_url or os.environ.get(URL_VARIABLE)
         if not model:
@@ -143,7 +143,7 @@ class SimpleAgent:
         if self._history:
             prompt += "\n\nThe conversation so far:\n" + "\n".join(self._history)
         limits: dict[str, Any] = {"max_turns": self.max_turns, "timeout": MAX_WAIT, "tool_timeout": MAX_WAIT}
-        agent = AgentTool(self.name, "", self.llm.endpoint(), tools, system_prompt=prompt, **limits)
+        agent = AgentTool(self.name, "", self.llm.make_endpoint(), tools, system_prompt=prompt, **limits)
 
         async def run_agent() -> ToolResult:
             try:

@@ -64,7 +64,7 @@ def pick_row_reader(algorithm: str) -> datasets.Reader:
 
 def train(
     algorithm: str, model_name: str, rows: list[dict], output_dir: str | Path, keys: Mapping[str, Any],
-    reward: Callable[..., Any] | None = None, heldout_rows: Any = None
+    reward_fn: Callable[..., Any] | None = None, heldout_rows: Any = None
 ) -> tuple[Trainer, dict[str, Any]]:  # fmt: skip
     """Train a run in the folder `runs` of `output_dir`. Return the trainer and the results.
 
@@ -82,7 +82,7 @@ def train(
         options["heldout"] = pick_row_reader(algorithm)(heldout_rows)
     prefix = "RewardModel" if algorithm == "reward_model" else algorithm.upper()
     watcher = DetailedLoggingCallback(None, keys.get("num_epochs"), keys.get("logging_steps") or 1)
-    trainer = getattr(services, f"{prefix}Trainer")(**options, reward_function=reward, watcher=watcher)
+    trainer = getattr(services, f"{prefix}Trainer")(**options, reward_function=reward_fn, watcher=watcher)
     if trainer.notices:
         raise ValueError("; ".join(trainer.notices))
     report, config = trainer.train(), trainer.config

@@ -193,11 +193,11 @@ class SwiftTranslation:
                 and value.is_integer()
                 and name not in ("temperature", "lora_dropout")
             )
-            self._set_key(self._key(key), int(value) if is_whole and key != "grpo.clip_dual" else value)
+            self._set_key(self._fill_key(key), int(value) if is_whole and key != "grpo.clip_dual" else value)
         if "grpo" in self.sections and "clip_high" not in self.sections["grpo"]:
             self._set_key("grpo.clip_high", self.sections["grpo"]["clip_low"])  # theirs is epsilon
 
-    def _key(self, key: str) -> str:
+    def _fill_key(self, key: str) -> str:
         """Replace `@` in a key by our key for ms-swift's `beta`, which is the weight of the KL term in grpo."""
         return key.replace("@", "grpo.kl" if self.algorithm == "grpo" else f"{self.algorithm}.beta")
 
