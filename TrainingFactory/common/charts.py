@@ -43,7 +43,7 @@ class Chart:
     def __init__(
         self, title: str, curves: Sequence[Curve], bottom: float | None = None, top: float | None = None
     ) -> None:
-        self.title, self.lines = title, [curve.thin() for curve in curves if curve.points]
+        self.title, self.lines = title, [curve.thin_out() for curve in curves if curve.points]
         points = [p for curve in self.lines for band in (curve.points, curve.low, curve.high) for p in band]
         steps, values = zip(*points, strict=True) if points else ([1.0], [1.0])
         self.bottom = min(values) if bottom is None else bottom
