@@ -94,13 +94,13 @@ class Result(str):
 
 
 class RLTraining:
-    """The RL tool without a tool base class. A subclass adds HelloAgents' `Tool` as a second base and sets the classes
-    of a `parameter` and a `result`. Messages are in Chinese; in English with `language="en"`."""
+    """The RL tool without a tool base class. A subclass adds HelloAgents' `Tool` as a second base and sets
+    `parameter_class` and `result_class`. Messages are in Chinese; in English with `language="en"`."""
 
     name = "rl_training"
     trl_available = True  # our trainers do not need TRL
-    parameter: Callable[..., Any]
-    result: Callable[[dict[str, Any]], Any]
+    parameter_class: Callable[..., Any]
+    result_class: Callable[[dict[str, Any]], Any]
 
     def __init__(self, language: str | None = None) -> None:
         self.messages = ToolMessages(language)
@@ -120,20 +120,22 @@ class RLTraining:
 
     def get_parameters(self) -> list[Any]:
         return [
-            self.parameter(name=name, type=type_name, description=description, required=False, default=None)
+            self.parameter_class(
+                name=name, type=type_name, description=description, required=False, default=None
+            )
             for name, (type_name, description) in PARAMETER_DOCS.items()
         ]
 
     def run(self, parameters: Mapping[str, Any] | str) -> Any:
         """Run an action from a mapping or its JSON text and return its result, a training plan, or an error."""
         try:
-            return self.result(self._run_action(self._parse_parameters(parameters)))
+            return self.result_class(self._run_action(self._parse_parameters(parameters)))
         except ValueError as error:
             message = str(error)
         except Exception as error:  # foreign code: datasets, rewards, the hub
             log.exception("rl_training")
             message = self.messages("failed", why=describe(error))
-        return self.result({"status": "error", "message": message})
+        return self.result_class({"status": "error", "message": message})
 
     def _run_action(self, options: dict[str, Any]) -> dict[str, Any]:
         action = self._choose("action", str(options.pop("action", "train")).lower(), ACTION_DEFAULTS)
@@ -274,4 +276,4 @@ class RLTraining:
 class RLTrainingTool(RLTraining, Tool):
     """The RL tool for machines without HelloAgents, whose `run` returns a `Result`."""
 
-    parameter, result = ToolParameter, Result
+    parameter_class, result_class = ToolParameter, Result

@@ -63,22 +63,22 @@ class SwiftRun:
         self._environment = build_environment(config, self._tools)
         self._exit_stack = AsyncExitStack()
         self._open_lock = asyncio.Lock()
-        self._rules: EpisodeSettings | None = None
+        self._settings: EpisodeSettings | None = None
         self.max_episodes: int | None = getattr(self._environment, "max_episodes", None)
 
     async def prepare_settings(self, chat: SwiftFormat) -> EpisodeSettings:
         """Return the settings that all episodes share; start the tools' servers on the first call."""
         async with self._open_lock:
-            if self._rules is None:
+            if self._settings is None:
                 self._exit_stack.push_async_callback(self._tools.close)
                 environment = await self._tools.equip(self._environment)
                 reward = build_rewards.make_reward(self._config)
                 await build_rewards.open_reward(reward, self._exit_stack, log.info)
                 runtime = self._tools.runtime
-                self._rules = make_rollouts(
+                self._settings = make_rollouts(
                     self._config, environment, chat, reward=reward, runtime=runtime
                 ).rules
-            return self._rules
+            return self._settings
 
     async def close(self) -> None:
         await self._exit_stack.aclose()
