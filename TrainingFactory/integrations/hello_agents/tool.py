@@ -120,10 +120,8 @@ class RLTraining:
 
     def get_parameters(self) -> list[Any]:
         return [
-            self.parameter_class(
-                name=name, type=type_name, description=description, required=False, default=None
-            )
-            for name, (type_name, description) in PARAMETER_DOCS.items()
+            self.parameter_class(name=name, type=type_name, description=text, required=False, default=None)
+            for name, (type_name, text) in PARAMETER_DOCS.items()
         ]
 
     def run(self, parameters: Mapping[str, Any] | str) -> Any:
