@@ -29,10 +29,10 @@ BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(s
 # In one process, because every start of Python costs more than all of this: copy every starter, read every config.
 COPY_ALL = """
 import json, pathlib, TrainingFactory
-from TrainingFactory.common.starters import FOLDERS, copy_starter, find_docs, list_starters
+from TrainingFactory.common.starters import STARTER_FOLDERS, copy_starter, find_docs, list_starters
 from TrainingFactory.config import load_config
 names = {}
-for kind in FOLDERS:
+for kind in STARTER_FOLDERS:
     names[kind] = [starter.name for starter in list_starters(kind)]
     for starter in list_starters(kind):
         if not all(pathlib.Path(file).exists() for file in starter.files):  # else copied with another one

@@ -86,7 +86,7 @@ class EndpointSampler:
     ) -> None:
         settings.check_key()
         self.settings, self._on_paid_reply = settings, on_paid_reply
-        self.endpoint = settings.endpoint()
+        self.endpoint = settings.make_endpoint()
         self.client = EndpointClient(
             model=self.endpoint, concurrency=settings.concurrency, rate=settings.rate, retries=settings.retries,
             pause=settings.pause, cache=settings.cache, budget=settings.budget, replay=settings.replay,
@@ -174,7 +174,7 @@ class EndpointRun(EpisodeRun):
     def _make_usage_signals(self, reply: ModelReply) -> dict[str, float]:
         counts = {"input_tokens": reply.input_tokens, "output_tokens": reply.output_tokens}
         budget = self._sampler.client.budget
-        amounts = counts | ({"cost": budget.cost(reply)} if budget.has_prices else {})
+        amounts = counts | ({"cost": budget.price_reply(reply)} if budget.has_prices else {})
         return {f"{PREFIX}/{signal}": float(amount) for signal, amount in amounts.items()}
 
 

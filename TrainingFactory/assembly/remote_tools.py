@@ -45,7 +45,7 @@ class RemoteTools:
         num_workers = self._num_workers or sum(node["Alive"] for node in require_ray().nodes())
         self._workers = [RayWorker(TOOLS_MAKER, tool_settings, role="tools") for _ in range(num_workers)]
         try:
-            await asyncio.gather(*(worker.ready() for worker in self._workers))
+            await asyncio.gather(*(worker.ensure_actor() for worker in self._workers))
         except (WorkerDied, WorkerError, WorkerTooSlow) as error:
             raise ValueError(
                 f"a tool process could not be started on the cluster: {error}; tool files need the same path on every "

@@ -82,7 +82,7 @@ def _make_client(config: TrainingConfig, section: UserSection, replaying: bool) 
         settings = find_endpoint(section.model, **section.options)
         if not replaying:
             settings.check_key()
-        return _build_client(settings.endpoint(), settings)
+        return _build_client(settings.make_endpoint(), settings)
     options: dict[str, Any] = {"model": section.model, **section.options}
     limits = {name: options.pop(name) for name in CLIENT_OPTIONS if name in options}
     sampling_options = {"max_tokens": DEFAULT_MAX_TOKENS} | (options.pop("options", None) or {})

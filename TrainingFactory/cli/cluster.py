@@ -37,7 +37,7 @@ def status(*, address: str = "auto", as_json: Json = False) -> None:
             session = RaySession(address)
             stack.push_async_callback(session.close)
             await session.open()
-            return await session.status()
+            return await session.describe_cluster()
 
     status = run(fetch_status)
     if as_json:

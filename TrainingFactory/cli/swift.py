@@ -22,9 +22,9 @@ def plugin() -> None:
     TF_CONFIG=run.yaml swift rlhf --rlhf_type grpo --external_plugins $(tfactory swift plugin) ...
     ```
     """
-    from TrainingFactory.integrations.swift import PLUGIN
+    from TrainingFactory.integrations.swift import PLUGIN_FILE
 
-    print(PLUGIN)
+    print(PLUGIN_FILE)
 
 
 @swift.command

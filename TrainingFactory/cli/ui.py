@@ -63,7 +63,7 @@ def ui(
 
     endpoints = endpoint or []
     for name in endpoints:
-        find_endpoint(name).endpoint()  # raises for invalid options
+        find_endpoint(name).make_endpoint()  # raises for invalid options
     token = _pick_token(token_file, no_token)
     if not listen.is_loopback(host):
         show.note(f"warning: --host {host} lets other machines connect, without encryption")

@@ -62,9 +62,7 @@ class Fleet:
         notify: Callable[[str], None] = lambda _: None, tolerance: float = 1e-3, keep_alive: object = None,
         start_timeout: float = 600.0
     ) -> None:  # fmt: skip
-        self._keep_alive = (
-            keep_alive  # kept alive as long as the fleet, such as a temporary folder of weights
-        )
+        self._keep_alive = keep_alive  # as long as the fleet, such as a temporary folder of weights
         self.max_length, self.policy_version = max_length, 0
         self._launcher, self._notify, self._tolerance = launcher, notify, tolerance
         self._num_engines, self._start_timeout, self.clock = num_engines, start_timeout, PausableClock()

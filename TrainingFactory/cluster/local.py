@@ -24,7 +24,7 @@ from TrainingFactory.types import EngineSpec
 
 CLOSE_SECONDS = 20.0  # grace period for an engine to close before it is killed
 LOG_TAIL_LINES = 15  # lines of an engine's log that an error quotes
-CAUSE = re.compile(r"\b\w*(?:Error|Exception): .+")
+CAUSE_LINE = re.compile(r"\b\w*(?:Error|Exception): .+")
 # vLLM's wrappers of a cause.
 VLLM_WRAPPER = re.compile("Engine core initialization failed|WorkerProc initialization failed")
 
@@ -163,7 +163,7 @@ class LocalEngine:
         are skipped."""
         lines = self.log.read_bytes()[self._log_start :].decode(errors="replace").splitlines()
         causes = [
-            match[0] for line in lines if (match := CAUSE.search(line)) and not VLLM_WRAPPER.search(line)
+            match[0] for line in lines if (match := CAUSE_LINE.search(line)) and not VLLM_WRAPPER.search(line)
         ]
         log_tail = "".join(f"\n    {line}" for line in lines[-LOG_TAIL_LINES:])
         return causes[-1] if causes else "", f"\nThe end of its log:{log_tail}" if log_tail else ""

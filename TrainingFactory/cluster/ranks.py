@@ -48,7 +48,9 @@ class RankGroup:
     groups carry messages: one the calls from rank 0 to all ranks, one the answers to rank 0. Receiving in them fails at
     once if the peer has ended. `store` is rank 0's rendezvous store or its port; None: the launcher's."""
 
-    def __init__(self, rank: int, num_ranks: int, store: Store | int | None, host: str, cuda: bool) -> None:
+    def __init__(
+        self, rank: int, num_ranks: int, store: Store | int | None, host: str, uses_cuda: bool
+    ) -> None:
         self.num_ranks, self.has_ended = num_ranks, False
         if host in ("127.0.0.1", "localhost") and sys.platform == "linux":  # else gloo resolves the hostname
             for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -58,7 +60,7 @@ class RankGroup:
             store = TCPStore(host, store, None, False) if isinstance(store, int) else store
             options: dict[str, Any] = {"timeout": CALL_TIMEOUT}
             options |= {} if store is None else {"store": store, "rank": rank, "world_size": num_ranks}
-            dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **options)
+            dist.init_process_group("cpu:gloo,cuda:nccl" if uses_cuda else "gloo", **options)
         self._call_group: Any = dist.new_group(backend="gloo", timeout=CALL_INTERVAL_TIMEOUT)
         self._answer_group: Any = dist.new_group(backend="gloo", timeout=CALL_INTERVAL_TIMEOUT)
 

@@ -159,7 +159,7 @@ class RayEngine:
         """Resolve the requests' futures until the actor is lost."""
         while self._failure is None:
             try:
-                answers = await self._await_ref(self._actor.answers.remote())
+                answers = await self._await_ref(self._actor.wait_for_answers.remote())
             except EngineLost as error:
                 return self._handle_lost_actor(error)
             for ticket, result in answers:
@@ -264,7 +264,7 @@ class EngineActor:
         self._answers.append((ticket, result))
         self._has_answers.set()
 
-    async def answers(self) -> list[Answer]:
+    async def wait_for_answers(self) -> list[Answer]:
         """Wait until at least one turn has ended; return the results of all ended turns."""
         await self._has_answers.wait()
         self._has_answers.clear()

@@ -160,7 +160,7 @@ class RaySession:
         name = f"{ACTOR_PREFIX}:{role}:{uuid.uuid4().hex[:8]}"
         return {"num_cpus": 0, **options, "name": name, "max_restarts": 0, "max_task_retries": 0}
 
-    async def status(self) -> dict[str, Any]:
+    async def describe_cluster(self) -> dict[str, Any]:
         """Return the cluster's machines with their resources, and TrainingFactory's actors."""
         return await in_thread(read_cluster_status, require_ray())
 

@@ -37,7 +37,7 @@ class RayWorker:
         """Return the function's result. Raise WorkerError if the function fails. If the actor dies or exceeds
         `seconds`, drop it and raise WorkerDied or WorkerTooSlow. If `seconds` is None, a cancelled call keeps the
         actor, because other calls use it."""
-        actor = await self.ready()
+        actor = await self.ensure_actor()
         try:
             return await _await_ref(actor.ask.remote(message), timeout)
         except (WorkerDied, WorkerTooSlow, asyncio.CancelledError) as error:
@@ -45,7 +45,7 @@ class RayWorker:
                 self._drop_actor(actor)
             raise
 
-    async def ready(self) -> Any:
+    async def ensure_actor(self) -> Any:
         """Return the actor; start it if it is not running."""
         async with self._start_lock:
             if self._closed or not require_ray().is_initialized():  # a call would start Ray implicitly

@@ -14,7 +14,7 @@ from TrainingFactory.common.texts import escape_control
 
 WIDTH, HEIGHT = 640, 240
 TOP, RIGHT, BOTTOM, LEFT = 14, 12, 44, 68  # margins in pixels; the last two hold the axis labels
-COLOURS = ("#3d85c6", "#c27a22", "#2e9c57", "#a65fc0")  # contrast of 3:1 or more on white and on black
+CURVE_COLOURS = ("#3d85c6", "#c27a22", "#2e9c57", "#a65fc0")  # contrast of 3:1 or more on white and on black
 MAX_TITLE_CHARS = 26  # characters beside the value axis
 MAX_POINTS = 320  # maximum points of a curve; longer ones are averaged down
 
@@ -23,16 +23,16 @@ Points = Sequence[tuple[float, float]]  # step, value
 
 @dataclass(slots=True, frozen=True)
 class Curve:
-    """A curve; `low` and `high` are the bounds of a band around it. `dots`: draw points instead of a line."""
+    """A curve; `low` and `high` are the bounds of a band around it. `has_dots`: draw points instead of a line."""
 
     name: str
     points: Points
     low: Points = ()
     high: Points = ()
-    dots: bool = False
+    has_dots: bool = False
 
-    def thin(self) -> Curve:
-        return Curve(self.name, thin(self.points), thin(self.low), thin(self.high), self.dots)
+    def thin_out(self) -> Curve:
+        return Curve(self.name, thin_out(self.points), thin_out(self.low), thin_out(self.high), self.has_dots)
 
 
 class Chart:
@@ -43,7 +43,7 @@ class Chart:
     def __init__(
         self, title: str, curves: Sequence[Curve], bottom: float | None = None, top: float | None = None
     ) -> None:
-        self.title, self.lines = title, [curve.thin() for curve in curves if curve.points]
+        self.title, self.lines = title, [curve.thin_out() for curve in curves if curve.points]
         points = [p for curve in self.lines for band in (curve.points, curve.low, curve.high) for p in band]
         steps, values = zip(*points, strict=True) if points else ([1.0], [1.0])
         self.bottom = min(values) if bottom is None else bottom
@@ -56,18 +56,18 @@ class Chart:
     def marks(self) -> list[tuple[float, str]]:
         """Return the y position and the label of each horizontal grid line."""
         values = (self.bottom, (self.bottom + self.top) / 2, self.top)
-        return [(self._y(value), f"{value:.3g}") for value in values]
+        return [(self._value_to_y(value), f"{value:.3g}") for value in values]
 
     def to_pixels(self, points: Points) -> list[tuple[float, float]]:
-        return [(self._x(step), self._y(value)) for step, value in points]
+        return [(self._step_to_x(step), self._value_to_y(value)) for step, value in points]
 
-    def path(self, points: Points) -> str:
+    def format_points(self, points: Points) -> str:
         return " ".join(f"{x},{y}" for x, y in self.to_pixels(points))
 
     def band(self, curve: Curve) -> str:
-        return self.path([*curve.low, *reversed(curve.high)])
+        return self.format_points([*curve.low, *reversed(curve.high)])
 
-    def svg(self) -> Markup:
+    def draw(self) -> Markup:
         """Return the chart as an SVG element: grid, axis labels, then one group for each curve."""
         size_attributes = f'viewBox="0 0 {WIDTH} {HEIGHT}" style="width:100%;max-width:{WIDTH}px;height:auto"'
         curve_groups = "".join(self._draw_curve(curve, index) for index, curve in enumerate(self.lines))
@@ -97,20 +97,20 @@ class Chart:
         return f'<g fill="currentColor" font-size="17" font-family="sans-serif">{"".join(svg_elements)}</g>'
 
     def _draw_curve(self, curve: Curve, curve_index: int) -> str:
-        colour_index = curve_index % len(COLOURS)
-        colour = f"var(--line{colour_index},{COLOURS[colour_index]})"
+        colour_index = curve_index % len(CURVE_COLOURS)
+        colour = f"var(--line{colour_index},{CURVE_COLOURS[colour_index]})"
         band = f'<polygon style="fill:{colour};opacity:.2" points="{self.band(curve)}"/>' if curve.low else ""
-        if curve.dots or len(curve.points) == 1:  # a line of one point would be invisible
+        if curve.has_dots or len(curve.points) == 1:  # a line of one point would be invisible
             dots = "".join(f'<circle cx="{x}" cy="{y}" r="2.5"/>' for x, y in self.to_pixels(curve.points))
             return f'<g style="fill:{colour};opacity:.8">{band}{dots}</g>'
         style = f"fill:none;stroke:{colour};stroke-width:2.5;stroke-linejoin:round"
-        return f'<g>{band}<polyline style="{style}" points="{self.path(curve.points)}"/></g>'
+        return f'<g>{band}<polyline style="{style}" points="{self.format_points(curve.points)}"/></g>'
 
-    def _x(self, step: float) -> float:
+    def _step_to_x(self, step: float) -> float:
         fraction = (step - self.first_step) / max(1, self.last_step - self.first_step)
         return round(self.left + fraction * (self.right - self.left), 1)
 
-    def _y(self, value: float) -> float:
+    def _value_to_y(self, value: float) -> float:
         fraction = (value - self.bottom) / (self.top - self.bottom)
         return round(HEIGHT - BOTTOM - fraction * (HEIGHT - BOTTOM - TOP), 1)
 
@@ -120,7 +120,7 @@ def shorten_title(title: str) -> str:
     return title if len(title) <= MAX_TITLE_CHARS else title[: MAX_TITLE_CHARS - 1] + "…"
 
 
-def thin(points: Points) -> Points:
+def thin_out(points: Points) -> Points:
     """Return the finite points. If there are more than `MAX_POINTS`, average neighbouring points."""
     points = [point for point in points if math.isfinite(point[1])]
     if len(points) <= MAX_POINTS:
@@ -130,16 +130,16 @@ def thin(points: Points) -> Points:
     return [tuple(sum(column) / len(chunk) for column in zip(*chunk, strict=True)) for chunk in chunks]  # type: ignore[misc]
 
 
-def running_mean(values: Sequence[float], window: int = 5) -> list[float]:
+def compute_running_mean(values: Sequence[float], window: int = 5) -> list[float]:
     """Return the mean of the last `window` values at each position."""
     windows = [values[max(0, stop - window) : stop] for stop in range(1, len(values) + 1)]
     return [sum(window_values) / len(window_values) for window_values in windows]
 
 
-def chart_with_mean(
+def make_mean_chart(
     title: str, points: Points, bottom: float | None = None, top: float | None = None
 ) -> Chart:
     """Return a chart of points with a line of their running mean."""
-    averages = running_mean([value for _, value in points])
+    averages = compute_running_mean([value for _, value in points])
     mean_curve = Curve("mean of 5", [(step, mean) for (step, _), mean in zip(points, averages, strict=True)])
-    return Chart(title, [Curve("value", points, dots=True), mean_curve], bottom, top)
+    return Chart(title, [Curve("value", points, has_dots=True), mean_curve], bottom, top)

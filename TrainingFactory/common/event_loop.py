@@ -132,7 +132,7 @@ async def call_in_thread(
     outcome: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
     context = contextvars.copy_context()
 
-    def job() -> None:
+    def run_job() -> None:
         result, error = None, None
         try:
             result = context.run(function, *args, **kwargs)
@@ -141,7 +141,7 @@ async def call_in_thread(
         with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile, so nobody awaits the result
             loop.call_soon_threadsafe(lambda: outcome.done() or outcome.set_result((result, error)))
 
-    submit(job)
+    submit(run_job)
     # The error is part of the value, because a future rejects StopIteration and would never complete.
     value, error = await outcome
     if error is not None:

@@ -18,7 +18,7 @@ from TrainingFactory.types import Image, PlacedImage
 
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP")
 # The first bytes of image files, those of rejected formats included: their error names the reason.
-SIGNATURES = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*", b"<svg", b"<?xml")
+MAGIC_BYTES = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*", b"<svg", b"<?xml")
 IMAGES_FOLDER = "images"  # beside the file that names the digests
 
 
@@ -92,7 +92,7 @@ def image_from_pillow(picture: Any, limits: ImageLimits = LIMITS) -> Image:
 def is_image(value: Any) -> bool:
     """Return whether a value is an `Image`, a PIL image, or the bytes of an image file."""
     if isinstance(value, bytes | bytearray):
-        return bytes(value[:8]).lstrip().startswith(SIGNATURES)
+        return bytes(value[:8]).lstrip().startswith(MAGIC_BYTES)
     return isinstance(value, Image) or _is_pillow(value)
 
 
@@ -161,13 +161,13 @@ def join_pieces(pieces: Iterable[str | Image], separator: str = "") -> tuple[str
 
 
 def as_text(
-    content: str, images: Sequence[PlacedImage], replacement: Callable[[Image], str] = placeholder
+    content: str, images: Sequence[PlacedImage], make_note: Callable[[Image], str] = placeholder
 ) -> str:
     """Return a message's content as text alone, with a placeholder for each image."""
     if not images:
         return content
     return "".join(
-        piece if isinstance(piece, str) else replacement(piece) for piece in split_text(content, images)
+        piece if isinstance(piece, str) else make_note(piece) for piece in split_text(content, images)
     )
 
 
@@ -254,13 +254,13 @@ class ImageStore:
         """Return the store in the folder of `file`, for the images that the file names by digest."""
         return cls(file.parent / IMAGES_FOLDER)
 
-    def path(self, digest: str) -> Path:
+    def find_path(self, digest: str) -> Path:
         if len(digest) != 64 or not set(digest) <= set("0123456789abcdef"):
             raise ValueError(f"{digest[:80]!r} is not the digest of an image")
         return self.folder / digest[:2] / f"{digest}.png"
 
     def add(self, image: Image) -> None:
-        path = self.path(image.digest)
+        path = self.find_path(image.digest)
         if path.exists():
             return
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -271,7 +271,7 @@ class ImageStore:
 
     def read(self, digest: str) -> Image:
         """Return a stored image. Raises ValueError if it is missing or its pixels have another digest."""
-        path = self.path(digest)
+        path = self.find_path(digest)
         try:
             image = read_image(path.read_bytes(), ImageLimits(max_bytes=2**31))
         except OSError as error:
@@ -313,7 +313,7 @@ def images_from_rows(rows: Iterable[Mapping[str, Any]], store: ImageStore | None
         elif store is None:
             raise ValueError(f"image {digest} is in no folder of images")
         else:
-            store.path(digest)  # checks the digest
+            store.find_path(digest)  # checks the digest
             image = LazyImage(digest, width, height, store)
         images.append(PlacedImage(int(row["place"]), image))
     return images

@@ -74,7 +74,7 @@ class UnknownNameError(ValueError):
 
 
 def make_from(factory: Callable[..., Any], options: Mapping[str, Any], subject: str) -> Any:
-    """Call `target` with a user's options. Raise OptionError with all invalid options."""
+    """Call `factory` with a user's options. Raise OptionError with all invalid options."""
     if not isinstance(options, Mapping):
         raise OptionError(
             InvalidOption("", f"the options of {subject} must be a mapping such as {{name: value}}", options)
@@ -112,7 +112,7 @@ def make_named(
 
 
 def from_mapping(factory: Callable[..., Any], subject: str) -> BeforeValidator:
-    """Return a pydantic validator that calls `target` with a mapping and keeps other values unchanged."""
+    """Return a pydantic validator that calls `factory` with a mapping and keeps other values unchanged."""
 
     def make(value: Any) -> Any:
         return make_from(factory, value, subject) if isinstance(value, Mapping) else value

@@ -12,12 +12,12 @@ from pathlib import Path, PurePosixPath
 
 from TrainingFactory.common.options import did_you_mean, nearest
 
-PACKAGE = Path(__file__).resolve().parents[1]
-WHEEL_FOLDER = PACKAGE / "starters"  # written by setup.py
-FOLDERS = {"config": "configs", "example": "examples", "notebook": "notebooks"}
+PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
+WHEEL_FOLDER = PACKAGE_FOLDER / "starters"  # written by setup.py
+STARTER_FOLDERS = {"config": "configs", "example": "examples", "notebook": "notebooks"}
 MAX_SUMMARY_CHARS = 90  # characters of a line in the list
 # Other files and folders that a starter reads, relative to the root.
-COMPANIONS = {
+COMPANION_FILES = {
     "configs/qwen3_grpo.yaml": (
         "tools/search.json",
         "examples/search_server.py",
@@ -59,13 +59,13 @@ class Starter:
 
 
 def find_starter_root() -> Path:
-    return WHEEL_FOLDER if WHEEL_FOLDER.is_dir() else PACKAGE.parent
+    return WHEEL_FOLDER if WHEEL_FOLDER.is_dir() else PACKAGE_FOLDER.parent
 
 
 def list_starters(kind: str) -> list[Starter]:
     """Return all starters of a kind, sorted by name, with templates after configs that run."""
     root = find_starter_root()
-    folder = root / FOLDERS[kind]
+    folder = root / STARTER_FOLDERS[kind]
     if kind == "config":
         paths = [*sorted(folder.glob("*.yaml")), *sorted(folder.glob("*/*.yaml"))]
     elif kind == "notebook":
@@ -134,7 +134,7 @@ def copy_starter(starter: Starter, out: Path | None = None) -> list[Path]:
         path = [*differing_paths, *existing_files.values()][0]
         hint = ", or choose another file with --out" if starter.kind == "config" else ""
         raise ValueError(f"{path} exists already and is not overwritten. Rename or delete it{hint}")
-    for name in COMPANIONS.get(str(starter.path), ()):
+    for name in COMPANION_FILES.get(str(starter.path), ()):
         target_paths |= {
             PurePosixPath(file.relative_to(root).as_posix()): file.relative_to(root)
             for file in _list_files(root / name)
@@ -146,8 +146,8 @@ def copy_starter(starter: Starter, out: Path | None = None) -> list[Path]:
     return list(missing_paths.values())
 
 
-def _has_same_content(original: Path, copied_file: Path) -> bool:
-    return copied_file.is_file() and copied_file.read_bytes() == original.read_bytes()
+def _has_same_content(original_path: Path, copied_file: Path) -> bool:
+    return copied_file.is_file() and copied_file.read_bytes() == original_path.read_bytes()
 
 
 def find_create_command(path: Path) -> str | None:

@@ -11,7 +11,7 @@ MAX_ERROR_CHARS = 300
 # Names and values that indicate a secret. Not every match of _MAYBE_NAME is one: "key" may be the key of a song.
 _SURE_NAME = re.compile(r"(?i)api[-_]?key|secret|passw|credential|authorization|cookie")
 _MAYBE_NAME = re.compile(r"(?i)(^|[-_.])(token|auth|key|pass|pwd|dsn)$")
-_VALUE = re.compile(
+_SURE_TEXT = re.compile(
     r"\b(hf_|sk-|ghp_|github_pat_|xox[a-z]-)[\w-]{8,}|://[^/\s]*:[^/\s]*@|^(Bearer|Basic) \S{8,}$"
 )
 _ASSIGNMENT = re.compile(r"-*([\w.-]+)\s*[=:]\s*((?:(?:Bearer|Basic) )?\S+)")  # --key=x, KEY=x, Cookie: x
@@ -77,7 +77,7 @@ def redact(data: Any, secrets: Sequence[str]) -> Any:
 
 def is_secret(name: str, value: Any) -> bool:
     """Return whether to hide a value in messages; when in doubt, hide it."""
-    return bool(_SURE_NAME.search(name) or _MAYBE_NAME.search(name) or _VALUE.search(str(value)))
+    return bool(_SURE_NAME.search(name) or _MAYBE_NAME.search(name) or _SURE_TEXT.search(str(value)))
 
 
 def holds_secret(name: str, value: str) -> bool:
@@ -85,7 +85,7 @@ def holds_secret(name: str, value: str) -> bool:
     if not value or name.endswith("_env") or "${" in value:
         return False
     is_long = len(value) >= 16 and re.search(r"\d", value) and " " not in value
-    return bool(_SURE_NAME.search(name) or _VALUE.search(value) or (_MAYBE_NAME.search(name) and is_long))
+    return bool(_SURE_NAME.search(name) or _SURE_TEXT.search(value) or (_MAYBE_NAME.search(name) and is_long))
 
 
 def iter_secrets(data: Any, key: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], str]]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from TrainingFactory.common.texts import describe, format_message
 
-PACKAGE = Path(__file__).resolve().parents[1]
+PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
 LIB_FOLDERS = tuple(sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib", "platlib"))
 _import_lock = threading.RLock()  # reentrant, because a file may load another one
 _loaded_modules: dict[Path, tuple[tuple[int, int], ModuleType]] = {}  # path -> ((mtime, size), module)
@@ -91,7 +91,7 @@ def _import_siblings(folder: Path) -> Iterator[None]:
     paths = list(sys.path)
     lib_paths = [entry for entry in paths if entry.startswith(LIB_FOLDERS)]
     sys.path[:] = [*lib_paths, str(folder), *(entry for entry in paths if entry not in lib_paths)]
-    sibling_names = {file.stem for file in folder.iterdir()} - {PACKAGE.name, *sys.stdlib_module_names}
+    sibling_names = {file.stem for file in folder.iterdir()} - {PACKAGE_FOLDER.name, *sys.stdlib_module_names}
     loaded_names = sibling_names & sys.modules.keys()
     shadowed = {name for name in loaded_names if not _is_inside(sys.modules[name], (folder, *LIB_FOLDERS))}
     hidden_modules = _pop_modules(shadowed)
@@ -120,7 +120,7 @@ def as_value_error(error: BaseException) -> ValueError:
     unchanged."""
     if isinstance(error, ValueError) and has_plain_message(error):
         return error
-    frames = user_frames(error)
+    frames = find_user_frames(error)
     location = f"{frames[-1].file}:{frames[-1].line}: " if frames else ""
     return ValueError(f"{location}{type(error).__name__}: {error}")
 
@@ -132,24 +132,24 @@ class Frame:
     function: str  # qualified name
 
 
-def user_frames(error: BaseException) -> list[Frame]:
+def find_user_frames(error: BaseException) -> list[Frame]:
     """Return the traceback's frames in the user's code, innermost last."""
     return [
         Frame(frame.f_code.co_filename, line, frame.f_code.co_qualname.rpartition("<locals>.")[2])
         for frame, line in traceback.walk_tb(error.__traceback__)
-        if not frame.f_code.co_filename.startswith((str(PACKAGE), "<", *LIB_FOLDERS))
+        if not frame.f_code.co_filename.startswith((str(PACKAGE_FOLDER), "<", *LIB_FOLDERS))
     ]
 
 
 def locate_error(error: BaseException) -> str:
     """Return the error's innermost location in the user's code, such as ` (rewards.py:12)`, or ""."""
-    frames = user_frames(error)
+    frames = find_user_frames(error)
     return f" ({Path(frames[-1].file).name}:{frames[-1].line})" if frames else ""
 
 
 def describe_failure(error: BaseException, subject: str = "") -> str:
     """Describe in one line who failed (default: the user's reward function), where and why."""
-    frames, is_plain = user_frames(error), has_plain_message(error)
+    frames, is_plain = find_user_frames(error), has_plain_message(error)
     if not frames and not subject:
         return (format_message(error) if is_plain else "") or describe(error)
     reason = f": {format_message(error)}" if is_plain else f" raised {describe(error)}"
@@ -159,8 +159,8 @@ def describe_failure(error: BaseException, subject: str = "") -> str:
 def has_plain_message(error: BaseException) -> bool:
     """Return whether the message is clear without the exception's type: for this package's own exceptions, and for a
     ValueError that its code raised."""
-    if type(error).__module__.partition(".")[0] == PACKAGE.name:
+    if type(error).__module__.partition(".")[0] == PACKAGE_FOLDER.name:
         return True
     frames = list(traceback.walk_tb(error.__traceback__))
     file_name = frames[-1][0].f_code.co_filename if frames else ""
-    return isinstance(error, ValueError) and Path(file_name).is_relative_to(PACKAGE)
+    return isinstance(error, ValueError) and Path(file_name).is_relative_to(PACKAGE_FOLDER)

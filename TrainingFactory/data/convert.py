@@ -169,7 +169,7 @@ def _read_episode(row: DatasetRow, form: Form, filters: Filters) -> _Episode | s
 
 def get_image_path(image: Image) -> str:
     """Return the path of an image in rows, relative to the folder of the rows' file."""
-    return ImageStore(Path(IMAGES_FOLDER)).path(image.digest).as_posix()
+    return ImageStore(Path(IMAGES_FOLDER)).find_path(image.digest).as_posix()
 
 
 def _list_images(messages: Iterable[Message]) -> list[Image]:

@@ -94,7 +94,7 @@ def digest_weights(folder: Path) -> str:
 
 def _digest_base(model: ModelSection) -> str:
     if is_endpoint(model.name):
-        return f"endpoint:{find_endpoint(model.name).endpoint().identity}"
+        return f"endpoint:{find_endpoint(model.name).make_endpoint().identity}"
     model_name, path = resolve_model_name(model.name), Path(model.name).expanduser()
     if path.is_dir():
         return digest_weights(path)

@@ -47,7 +47,7 @@ class BfclEnvironment(ToolEnvironment):
     answer without a tool call ends the current request, and the user sends the next one."""
 
     category: ClassVar[str]
-    short: ClassVar[bool]  # show only names and types of functions, for models with a short context
+    is_short: ClassVar[bool]  # show only names and types of functions, for models with a short context
 
     @classmethod
     def tasks(cls, split: str, seed: int, count: int) -> Iterator[Task]:
@@ -77,7 +77,7 @@ class BfclEnvironment(ToolEnvironment):
         visible_functions = [
             function for function in functions if function.spec.name not in self._release_turns
         ]
-        if self.short:
+        if self.is_short:
             visible_functions = [_Function(self, _shorten(function.spec)) for function in visible_functions]
         self.tools = [*visible_functions, *self.tools[len(functions) :]]
 
@@ -88,7 +88,7 @@ class BfclEnvironment(ToolEnvironment):
         self._num_earlier_results = len(self._results)
         if len(self.request_results) == len(self.row["question"]):
             return Step(done=True)
-        return Step(self._next_request())
+        return Step(self._open_next_request())
 
     def call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
         """Run one of the model's calls on the state of this episode."""
@@ -119,12 +119,12 @@ class BfclEnvironment(ToolEnvironment):
             return False
         return self._model_scenario.read_state() == self._expected_scenario.read_state()
 
-    def _next_request(self) -> list[Message]:
+    def _open_next_request(self) -> list[Message]:
         index = len(self.request_results)
         new_functions = [
             tool.spec for tool in self.executor.tools if self._release_turns.get(tool.spec.name) == index
         ]
-        docs = json.dumps([spec_to_dict(_shorten(spec) if self.short else spec) for spec in new_functions])
+        docs = json.dumps([spec_to_dict(_shorten(spec) if self.is_short else spec) for spec in new_functions])
         announcement = [Message("user", f"{NEW_TOOLS_TEXT}\n{docs}")] if new_functions else []
         return [*announcement, *map(message_from_dict, self.row["question"][index])]
 
@@ -176,7 +176,7 @@ class _Scenario:
 
 
 @cache
-def environment(name: str) -> type[BfclEnvironment]:
+def make_environment_class(name: str) -> type[BfclEnvironment]:
     """Return the environment of one category: `multi_turn_base`, or `multi_turn_base/short`."""
     category, *variant = name.split("/")
     known_names = [*CATEGORIES, *(f"{category}/short" for category in CATEGORIES)]
@@ -184,7 +184,7 @@ def environment(name: str) -> type[BfclEnvironment]:
         hint = did_you_mean(nearest(name, known_names))
         raise ValueError(f"there is no environment bfcl/{name}{hint} (known: {', '.join(known_names)})")
     _load_rows(category)  # raises if the package or its data is missing
-    return type(f"bfcl/{name}", (BfclEnvironment,), {"category": category, "short": bool(variant)})
+    return type(f"bfcl/{name}", (BfclEnvironment,), {"category": category, "is_short": bool(variant)})
 
 
 @cache

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup, escape
 
-from TrainingFactory.common.charts import COLOURS, Chart, Curve
+from TrainingFactory.common.charts import CURVE_COLOURS, Chart, Curve
 from TrainingFactory.common.texts import escape_control
 from TrainingFactory.runs.embedded_images import EmbeddedImages
 from TrainingFactory.runs.episode_texts import format_ending, list_lines_with_images
@@ -75,7 +75,7 @@ def _escape(value: object) -> str:
 
 def render_run(title: str, facts: Sequence[tuple[str, object]], rows: Rows, notes: Sequence[str] = ()) -> str:
     """Return a run as HTML: its facts as a table, notes, and its most important metrics as charts by step."""
-    charts_html = "".join(f"<div>{chart.svg()}{_render_legend(chart)}</div>" for chart in make_charts(rows))
+    charts_html = "".join(f"<div>{chart.draw()}{_render_legend(chart)}</div>" for chart in make_charts(rows))
     grid_html = f'<div style="{GRID_STYLE}">{charts_html}</div>' if charts_html else ""
     facts_html = render_table(facts) if facts else ""
     notes_html = "".join(f'<div style="overflow-wrap:anywhere">{_escape(note)}</div>' for note in notes)
@@ -100,7 +100,7 @@ def _render_legend(chart: Chart) -> str:
     if len(chart.lines) < 2:
         return ""
     labels = [
-        f'<span style="color:var(--line{index},{COLOURS[index]})">&#9632;</span> {_escape(line.name)}'
+        f'<span style="color:var(--line{index},{CURVE_COLOURS[index]})">&#9632;</span> {_escape(line.name)}'
         for index, line in enumerate(chart.lines)
     ]
     return f'<div style="font-size:85%;padding-left:4em">{" &nbsp; ".join(labels)}</div>'

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from TrainingFactory.apps.views.runs import LOG, Runs, findings, read_log_part, read_metrics_part, stat_file
 from TrainingFactory.apps.views.shapes import RunRow
-from TrainingFactory.common.http.site import Event, Events, event
+from TrainingFactory.common.http.site import Event, Events, make_event
 from TrainingFactory.data.disk import open_regular_file
 from TrainingFactory.runs.folder import FINDINGS, METRICS, RunFolder
 
@@ -43,14 +43,14 @@ class RunEvents:
         """Yield events for changed rows of all runs, and for new metrics, log lines and findings of `run`."""
         rows_before = await self._poll_runs()
         reader = None if run is None else await asyncio.to_thread(_FileReader, run)
-        yield event("runs", RunChanges(runs=[], gone=[]))  # tells the page that the stream is open
+        yield make_event("runs", RunChanges(runs=[], gone=[]))  # tells the page that the stream is open
         while not self.is_stopping():
             await asyncio.sleep(POLL_SECONDS)
             rows = await self._poll_runs()
             changed_rows = [row for name, row in rows.items() if row is not rows_before.get(name)]
             gone_names = [name for name in rows_before if name not in rows]
             if changed_rows or gone_names:
-                yield event("runs", RunChanges(runs=changed_rows, gone=gone_names))
+                yield make_event("runs", RunChanges(runs=changed_rows, gone=gone_names))
             rows_before = rows
             if reader is not None and reader.run.name in rows:
                 for change in await asyncio.to_thread(reader.read_events):
@@ -68,13 +68,13 @@ class _FileReader:
     def read_events(self) -> list[Event]:
         events = []
         if (metrics := read_metrics_part(self.run, self._metrics_end)).steps or metrics.again:
-            events.append(event("metrics", metrics.model_copy(update={"start": self._metrics_end})))
+            events.append(make_event("metrics", metrics.model_copy(update={"start": self._metrics_end})))
         if (log := read_log_part(self.run, self._log_end)).text or log.again:
-            events.append(event("log", log.model_copy(update={"start": self._log_end})))
+            events.append(make_event("log", log.model_copy(update={"start": self._log_end})))
         self._metrics_end, self._log_end = metrics.offset, log.offset
         if (stat := stat_file(self.run.path / FINDINGS)) != self._findings_stat:
             finding_rows = [finding.model_dump() for finding in findings(self.run)]
-            events.append(event("findings", {"findings": finding_rows}))
+            events.append(make_event("findings", {"findings": finding_rows}))
         self._findings_stat = stat
         return events
 

@@ -172,7 +172,7 @@ class PlayRoutes:
 def _make_endpoint_row(endpoint_name: str) -> Json:
     """Return the list row of an endpoint with the host and the API key's variable, never the key itself."""
     try:
-        endpoint = find_endpoint(endpoint_name).endpoint()
+        endpoint = find_endpoint(endpoint_name).make_endpoint()
         description = f"{endpoint.model} at {endpoint.host}, key {endpoint.api_key_env or 'none'}"
     except ValueError:  # beginning a conversation reports it
         description = "invalid options"

@@ -45,7 +45,7 @@ class EndpointConversation(PlayConversation):
         """Return the endpoint's client with its current options, because the user can raise the budget."""
         settings, sampler = find_endpoint(self._endpoint_name), _samplers.get(self._endpoint_name)
         if sampler is None or sampler.settings != settings:
-            usage = self._spending_log.usage(settings.budget)
+            usage = self._spending_log.sum_usage(settings.budget)
             _samplers[self._endpoint_name] = EndpointSampler(settings, usage, self._spending_log.add)
             if sampler is not None:
                 await sampler.close()

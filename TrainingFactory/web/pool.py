@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from TrainingFactory.common.http.api import ApiError
-from TrainingFactory.common.http.site import Events, event
+from TrainingFactory.common.http.site import Events, make_event
 from TrainingFactory.common.workers import Worker, WorkerDied, WorkerError, WorkerTooSlow
 
 WORKER_FUNCTION = "TrainingFactory.web.worker:answer"
@@ -61,8 +61,8 @@ class Pool:
         job_task.add_done_callback(lambda _: messages.put_nowait(None))
         try:
             while (message := await messages.get()) is not None:
-                yield event("told", message)
-            yield event("done", await job_task)
+                yield make_event("told", message)
+            yield make_event("done", await job_task)
         finally:
             job_end = asyncio.gather(job_task, return_exceptions=True)
             (end_job or job_task.cancel)()

@@ -163,7 +163,7 @@ class Page:
         """Return an image of a run's episodes, a PNG file, by its digest."""
         run = self.find_run(name)
         try:
-            path = run.images.path(digest)
+            path = run.images.find_path(digest)
             with open_regular_file(path) as file:
                 image_bytes = file.read(MAX_PICTURE_BYTES + 1)
         except (OSError, ValueError):

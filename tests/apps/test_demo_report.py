@@ -9,7 +9,7 @@ import pytest
 
 from tests.kits.html_report import HOSTILE, SHOWN, parsed, words
 from TrainingFactory.apps.demo.report import DemoReport, DemoStats, Trial
-from TrainingFactory.common.charts import running_mean
+from TrainingFactory.common.charts import compute_running_mean
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.types import Completion, Message, Reward, Task, ToolCall, Trajectory, Turn
 
@@ -76,5 +76,5 @@ def test_the_curve() -> None:
 
 
 def test_running_mean() -> None:
-    assert running_mean([1.0, 0.0, 1.0], window=2) == [1.0, 0.5, 0.5]
-    assert running_mean([]) == []
+    assert compute_running_mean([1.0, 0.0, 1.0], window=2) == [1.0, 0.5, 0.5]
+    assert compute_running_mean([]) == []

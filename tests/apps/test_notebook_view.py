@@ -48,7 +48,7 @@ def test_charts_take_the_colour_of_the_page_and_its_width() -> None:
 
 def test_a_single_step_is_a_dot() -> None:
     [chart] = make_charts([{"step": 1.0, "loss": 0.5}])
-    [dot] = parsed(chart.svg()).iter("circle")
+    [dot] = parsed(chart.draw()).iter("circle")
     assert float(dot.attrib["cx"]) == Chart.left
 
 
@@ -65,7 +65,7 @@ def test_hostile_texts_stay_texts() -> None:
     pages = [
         episodes_table([episode])._repr_html_(),
         render_run(HOSTILE, [("run", HOSTILE)], [], [HOSTILE]),
-        Chart(HOSTILE, [Curve(HOSTILE, [(1, 1.0)])]).svg(),
+        Chart(HOSTILE, [Curve(HOSTILE, [(1, 1.0)])]).draw(),
     ]
     for page in pages:
         assert "<script" not in page and "\x1b" not in page and "&lt;script&gt;" in page

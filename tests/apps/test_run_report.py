@@ -17,7 +17,7 @@ from tests.kits.run import small, train
 from TrainingFactory.apps.views.run_report import make_charts, render_run_page
 from TrainingFactory.assembly import trackers
 from TrainingFactory.cli.display import plot, sparkline
-from TrainingFactory.common.charts import Chart, Curve, thin
+from TrainingFactory.common.charts import Chart, Curve, thin_out
 from TrainingFactory.data.trajectories import save_trajectories
 from TrainingFactory.runs.episode_texts import pick_best_and_worst
 from TrainingFactory.runs.folder import FINDINGS, METRICS, TRAJECTORIES, RunFolder
@@ -61,7 +61,7 @@ def test_places_on_the_sheet() -> None:
         and [height for height, _ in chart.marks] == [196, middle, top]
         and middle == (196 + top) / 2
     )
-    many = thin([(step, float(step)) for step in range(9_600)])
+    many = thin_out([(step, float(step)) for step in range(9_600)])
     assert len(many) == 320 and sum(value for _, value in many) / 320 == 4799.5
 
 

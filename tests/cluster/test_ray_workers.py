@@ -269,12 +269,12 @@ def test_a_judge_of_ones_own_on_ray_scores_and_is_made_anew(
         async with AsyncExitStack() as held:
             await open_reward(reward, held, said.append)
             found = await all_scored(reward, *(finished(str(number)) for number in range(6)))
-            status = await RaySession().status()
+            status = await RaySession().describe_cluster()
             judges = [each["pid"] for each in status["actors"] if each["what"].startswith("judge ")]
             for pid in judges:
                 os.kill(pid, signal.SIGKILL)
             found += await all_scored(reward, finished("again"))
-        return [each.outcome for each in found], await RaySession().status(), judges
+        return [each.outcome for each in found], await RaySession().describe_cluster(), judges
 
     said: list[str] = []
     outcomes, status, judges = asyncio.run(judged())

@@ -197,12 +197,12 @@ def test_names_of_endpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.delenv(name, raising=False)
     settings = find_endpoint("openai:ft:m:x@http://127.0.0.1:8000/v1")
     assert (settings.model, settings.base_url) == ("ft:m:x", "http://127.0.0.1:8000/v1")
-    assert settings.endpoint().api_key_env is None
-    gemini = find_endpoint("gemini:m").endpoint()
+    assert settings.make_endpoint().api_key_env is None
+    gemini = find_endpoint("gemini:m").make_endpoint()
     assert gemini.url.endswith("googleapis.com/v1/models/m:generateContent")
     assert gemini.api_key_env == "GEMINI_API_KEY"
     monkeypatch.setenv("GOOGLE_API_KEY", "k")
-    assert find_endpoint("gemini:m").endpoint().api_key_env == "GOOGLE_API_KEY"
+    assert find_endpoint("gemini:m").make_endpoint().api_key_env == "GOOGLE_API_KEY"
     file = tmp_path / "teacher.yaml"
     file.write_text("model: m\nbase_url: http://127.0.0.1:1/v1\ncache: kept.sqlite\ninput_price: 2.0\n")
     stored = find_endpoint(str(file), max_cost=1.0)
@@ -226,7 +226,7 @@ def test_mistakes_in_an_endpoint_file(tmp_path: Path, text: str, says: str):
     file = tmp_path / "teacher.yaml"
     file.write_text(text)
     with pytest.raises(ValueError, match=says) as raised:
-        find_endpoint(str(file)).endpoint()
+        find_endpoint(str(file)).make_endpoint()
     assert "sk-0123" not in str(raised.value)
 
 

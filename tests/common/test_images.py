@@ -204,7 +204,7 @@ def test_rejected_parts(name: str) -> None:
 def test_store_writes_once(tmp_path: Path) -> None:
     store = ImageStore(tmp_path / "images")
     store.add(A)
-    path = store.path(A.digest)
+    path = store.find_path(A.digest)
     assert path.read_bytes() == A.data and path.parent.name == A.digest[:2]
     written = path.stat().st_mtime_ns, path.stat().st_ino
     store.add(A)
@@ -216,7 +216,7 @@ def test_store_writes_once(tmp_path: Path) -> None:
 def test_store_detects_damage(tmp_path: Path) -> None:
     store = ImageStore(tmp_path)
     store.add(A)
-    store.path(A.digest).write_bytes(B.data)
+    store.find_path(A.digest).write_bytes(B.data)
     with pytest.raises(ValueError, match="another digest"):
         store.read(A.digest)
     with pytest.raises(ValueError, match="No such file"):
@@ -250,9 +250,9 @@ def test_unused_images_are_removed(tmp_path: Path) -> None:
     store = ImageStore(tmp_path)
     for image in (A, B):
         store.add(image)
-    (store.path(A.digest).parent / ".x.part").write_bytes(b"")
+    (store.find_path(A.digest).parent / ".x.part").write_bytes(b"")
     assert store.remove_unused({A.digest}) == 2
-    assert store.path(A.digest).exists() and not store.path(B.digest).exists()
+    assert store.find_path(A.digest).exists() and not store.find_path(B.digest).exists()
     assert ImageStore(tmp_path / "none").remove_unused(set()) == 0
 
 

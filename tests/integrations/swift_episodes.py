@@ -22,14 +22,14 @@ from swift.rollout import invoke_async_hook, multi_turns, run_multi_turn
 from swift.utils import import_external_file
 
 from TrainingFactory.envs.builtin.search import SearchEnvironment
-from TrainingFactory.integrations.swift import PLUGIN
+from TrainingFactory.integrations.swift import PLUGIN_FILE
 from TrainingFactory.integrations.swift.scheduler import read_task
 from TrainingFactory.models import chat_format
 from TrainingFactory.models.tiny import tiny_tokenizer
 from TrainingFactory.types import Message, ToolCall
 
 before = set(sys.path)
-import_external_file(str(PLUGIN))
+import_external_file(str(PLUGIN_FILE))
 added_paths = sorted(set(sys.path) - before)
 tokenizer = tiny_tokenizer()
 chat = chat_format(tokenizer)

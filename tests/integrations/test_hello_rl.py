@@ -14,8 +14,8 @@ from tests.kits.hello import problems, without_hello, write_gsm8k
 from TrainingFactory.integrations.hello_agents import datasets, rl
 from TrainingFactory.integrations.hello_agents.rewards import create_combined_reward, make_reward
 from TrainingFactory.integrations.hello_agents.rl import TrainingConfig, format_training_time
-from TrainingFactory.integrations.hello_agents.tool import DEFAULTS
-from TrainingFactory.integrations.hello_agents.training import OPTIONS, SPECIAL_KEYS
+from TrainingFactory.integrations.hello_agents.tool import ACTION_DEFAULTS
+from TrainingFactory.integrations.hello_agents.training import OPTION_KEYS, SPECIAL_KEYS
 
 fresh = pytest.fixture(autouse=True)(without_hello)
 math = rl.MathRewardFunction()
@@ -170,8 +170,8 @@ def test_a_program_finds_the_textbooks_names_and_its_own_arguments(
 def test_the_page_prints_commands_and_keys_that_exist():
     page = Page("docs/HELLO_AGENTS.md")
     assert len(page.commands()) == 2
-    for action, defaults in DEFAULTS.items():
+    for action, defaults in ACTION_DEFAULTS.items():
         [row] = [line for line in page.text.splitlines() if line.startswith(f"| `{action}` |")]
         assert [key for key in defaults if f"`{key}`" not in row and "reward" not in key] == []
-    missing = [key for key in (*OPTIONS, *SPECIAL_KEYS) if f"`{key}`" not in page.text]
+    missing = [key for key in (*OPTION_KEYS, *SPECIAL_KEYS) if f"`{key}`" not in page.text]
     assert missing == []

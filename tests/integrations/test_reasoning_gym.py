@@ -88,18 +88,18 @@ def test_consolation_is_no_success() -> None:
 
 
 def test_a_scorer_that_pays_for_junk_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
-    reasoning_gym.environment.cache_clear()
+    reasoning_gym.make_environment_class.cache_clear()
     with caplog.at_level(logging.WARNING):
         [task] = named("game_of_life_halting").tasks("train", 0, 1)
     assert "1.00 of 1" in caplog.text and "compared exactly" in caplog.text
     assert outcome("game_of_life_halting", task, "whatever") == 0
     assert outcome("game_of_life_halting", task, str(task.answer)) == 1
-    assert named("coin_flip").exact and not named("chain_sum").exact
-    assert named("rectangle_count/partial").exact and not named("rectangle_count").exact
+    assert named("coin_flip").is_exact and not named("chain_sum").is_exact
+    assert named("rectangle_count/partial").is_exact and not named("rectangle_count").is_exact
 
 
 def test_one_without_answers_that_pays_for_junk_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    reasoning_gym.environment.cache_clear()
+    reasoning_gym.make_environment_class.cache_clear()
     dataset = reasoning_gym._load_datasets()["graph_color"]
     monkeypatch.setattr(dataset, "score_answer", lambda self, answer, entry: 1.0)
     with pytest.raises(ValueError, match=r"graph_color .* its scorer gives 1.00 of 1 to an empty"):
@@ -149,7 +149,7 @@ def test_every_dataset_makes_tasks_and_pays_for_its_answers() -> None:
     replaced = set()
     for name in reasoning_gym._load_datasets():
         environment = named(name)
-        replaced |= {name} if environment.exact else set()
+        replaced |= {name} if environment.is_exact else set()
         [task] = environment.tasks("heldout", 0, 1)
         assert not task.answer or outcome(name, task, str(task.answer)) == 1, name
     assert replaced == {"coin_flip", "game_of_life_halting", "puzzle24"}

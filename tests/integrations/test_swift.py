@@ -16,7 +16,7 @@ from tests.kits.cli import Run
 from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.config.loading import ConfigLoader
 from TrainingFactory.envs import SearchEnvironment
-from TrainingFactory.integrations.swift import PLUGIN
+from TrainingFactory.integrations.swift import PLUGIN_FILE
 from TrainingFactory.integrations.swift.importing import SwiftTranslation, read_arguments
 from TrainingFactory.integrations.swift.scheduler import check_config, fill_missing_rewards, read_task
 
@@ -78,7 +78,7 @@ def test_export_writes_rows_arguments_and_script(exported: Path, tfactory: Run) 
     assert "python -m TrainingFactory.integrations.swift" in script and os.access(
         exported / "run.sh", os.X_OK
     )
-    assert tfactory("swift", "plugin")[1].strip() == str(PLUGIN)
+    assert tfactory("swift", "plugin")[1].strip() == str(PLUGIN_FILE)
     assert "exists already" in tfactory("swift", "export", "run.yaml", "-o", "out")[2]
 
 

@@ -268,9 +268,9 @@ async def test_an_answer_of_absurd_size_over_http(form: str) -> None:
 
 
 async def test_what_a_server_has_started_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    look = stdio.descendants
+    look = stdio.find_offspring
     # Slow as on a busy machine: a server that sees its end before has left its children by then.
-    monkeypatch.setattr(stdio, "descendants", lambda pid: time.sleep(0.5) or look(pid))
+    monkeypatch.setattr(stdio, "find_offspring", lambda pid: time.sleep(0.5) or look(pid))
     async with kit.tiny() as tools:
         pids = [int(pid) for pid in (await call(tools, "say", text="children")).content.split()]
         started = [psutil.Process(pid) for pid in pids]  # not by number alone, which may soon be another's

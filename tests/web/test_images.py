@@ -81,7 +81,7 @@ def test_other_files_are_not_given(page: Served, name: str) -> None:
 def test_links_and_damaged_files_are_not_given(page: Served) -> None:
     run = page.page.runs.folder / "mine" if page.page else Path()
     store = RunFolder(run).images
-    path = store.path(C.digest)
+    path = store.find_path(C.digest)
     path.parent.mkdir(parents=True, exist_ok=True)
     os.symlink(run.parent.parent / "secret.png", path)
     assert page.client.get(f"/api/runs/mine/images/{C.digest}").status_code == 404
@@ -135,7 +135,7 @@ def test_reports_have_small_copies(tmp_path: Path) -> None:
         assert (copy.format, copy.size) == ("JPEG", (320, 160))
     run = RunFolder(tmp_path / "a")
     run.append_trajectories([only(wide)])
-    run.images.path(wide.digest).unlink()
+    run.images.find_path(wide.digest).unlink()
     [episode] = load_trajectories(run.path / TRAJECTORIES)
     assert f"[image 1000x500 {wide.digest[:8]}] (image {wide.digest} cannot be read" in shown(
         episode.prompt[0]

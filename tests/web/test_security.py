@@ -22,7 +22,7 @@ from tests.kits.waiting import wait_until
 from TrainingFactory.apps.views import shapes
 from TrainingFactory.cli import ui
 from TrainingFactory.common.http import api
-from TrainingFactory.common.http.site import CONTENT_POLICY, event, to_json
+from TrainingFactory.common.http.site import CONTENT_POLICY, make_event, to_json
 from TrainingFactory.runs.folder import METRICS
 from TrainingFactory.web import site
 
@@ -273,7 +273,7 @@ def test_a_client_that_hangs_up_in_its_body_is_no_failure(
 def test_what_json_has_not_can_be_sent() -> None:
     odd = {"name": "\udcff", "reward": float("nan"), "far": [-float("inf")]}
     view = shapes.ConfigView(yaml="", options=odd, changed=[])
-    for text in (to_json(view), to_json(view.model_dump()), event("done", view)["data"]):
+    for text in (to_json(view), to_json(view.model_dump()), make_event("done", view)["data"]):
         assert json.loads(text)["options"] == {"name": "\udcff", "reward": None, "far": [None]}
 
 

@@ -11,7 +11,7 @@ from markupsafe import escape
 
 from TrainingFactory.apps.demo.lessons import LESSONS
 from TrainingFactory.apps.reports.pages import render
-from TrainingFactory.common.charts import Chart, chart_with_mean
+from TrainingFactory.common.charts import Chart, make_mean_chart
 from TrainingFactory.common.texts import pluralize
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.rollout.metrics import compute_evaluation_metrics
@@ -156,10 +156,10 @@ class DemoReport:
     def _repr_html_(self) -> str:
         """Return the report for a notebook: before against after, and the curve of GRPO."""
         table = render_table(self.table, ("held-out tasks", "before GRPO", "after GRPO"))
-        return f"<div>{table}<p>{escape(self.learned)}</p>{self._chart().svg()}</div>"
+        return f"<div>{table}<p>{escape(self.learned)}</p>{self._chart().draw()}</div>"
 
     def _chart(self) -> Chart:
-        return chart_with_mean("share of correct answers", list(enumerate(self.curve, 1)), 0.0, 1.0)
+        return make_mean_chart("share of correct answers", list(enumerate(self.curve, 1)), 0.0, 1.0)
 
     def page(self) -> str:
         """Return the report as a self-contained HTML page."""

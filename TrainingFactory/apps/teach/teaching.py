@@ -108,7 +108,7 @@ class Teaching(Rollouts):
 
     def total_usage(self) -> Usage:
         """Return the total paid usage of all runs in this folder, at the current prices."""
-        return self._spending.usage(self.settings.budget)
+        return self._spending.sum_usage(self.settings.budget)
 
     def _check_same_request(self) -> None:
         """Store the teacher and the conditions of its episodes; raise ValueError if the folder has episodes of another
@@ -116,7 +116,7 @@ class Teaching(Rollouts):
         conditions = make_conditions(self.config, (), 1).model_dump(exclude={"tasks", "count", "episodes"})
         request = {
             "teacher": self.settings.model,
-            "endpoint": self.settings.endpoint().identity,
+            "endpoint": self.settings.make_endpoint().identity,
         } | conditions
         request = json.loads(json.dumps(request))
         request_file = self.folder / REQUEST_FILE

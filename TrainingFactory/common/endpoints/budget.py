@@ -37,7 +37,7 @@ class Budget:
     def cost_of(self, input_tokens: float, output_tokens: float) -> float:
         return (input_tokens * self.input_price + output_tokens * self.output_price) / 1e6
 
-    def cost(self, reply: ModelReply) -> float:
+    def price_reply(self, reply: ModelReply) -> float:
         return self.cost_of(reply.input_tokens, reply.output_tokens)
 
 
@@ -76,7 +76,7 @@ class SpendingLog:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
-    def usage(self, budget: Budget) -> Usage:
+    def sum_usage(self, budget: Budget) -> Usage:
         """Return the total usage of all processes, with its cost at the prices of `budget`."""
         usage = Usage()
         lines = self.path.read_text(encoding="utf-8").split("\n") if self.path.is_file() else []

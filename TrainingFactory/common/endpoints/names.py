@@ -82,7 +82,7 @@ class EndpointSettings:
     def budget(self) -> Budget:
         return Budget(self.max_cost, self.max_tokens, self.max_requests, self.input_price, self.output_price)
 
-    def endpoint(self) -> Endpoint:
+    def make_endpoint(self) -> Endpoint:
         return make_endpoint(
             model=self.model, api=self.api, base_url=self.base_url, api_key_env=self.api_key_env,
             timeout=self.timeout, options=self.options,
@@ -91,7 +91,7 @@ class EndpointSettings:
     def check_key(self) -> None:
         """Raise ValueError if the key is needed and not set."""
         if not self.replay:
-            check_key(self.endpoint())
+            check_key(self.make_endpoint())
 
 
 @validate_call(config=STRICT)

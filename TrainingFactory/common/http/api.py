@@ -74,24 +74,24 @@ OPENAI_ERRORS = OpenAIErrors()
 
 
 class Api:
-    """HTTP API. Clients must send `key`, if there is one, in one of `KEY_LOCATIONS`. With `local_only`, the API accepts
-    only requests to a loopback host name, which prevents DNS rebinding by web pages."""
+    """HTTP API. Clients must send `key`, if there is one, in one of `KEY_LOCATIONS`. With `is_local_only`, the API
+    accepts only requests to a loopback host name, which prevents DNS rebinding by web pages."""
 
-    def __init__(self, key: str | None = None, local_only: bool = True) -> None:
+    def __init__(self, key: str | None = None, is_local_only: bool = True) -> None:
         self.app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
         self._routes: list[str] = []
         self.app.add_exception_handler(HTTPException, partial(make_not_found_response, routes=self._routes))
-        self._key, self._local_only = key, local_only
+        self._key, self._is_local_only = key, is_local_only
         AppStatus.disable_automatic_graceful_drain()  # streams may finish within `SHUTDOWN_SECONDS` after Ctrl-C
 
     def get(self, path: str, make_answer: Callable[[], dict[str, Any]], needs_key: bool = True) -> None:
-        async def handler(request: Request) -> Response:
+        async def handle_request(request: Request) -> Response:
             self._check_host(request)
             if needs_key and not self._is_valid_key(request):
                 raise _make_key_error()
             return json_response(make_answer())
 
-        self._add_route("GET", path, handler)
+        self._add_route("GET", path, handle_request)
 
     def post(self, path: str, handler: Handler, errors: ErrorFormat = OPENAI_ERRORS) -> None:
         """Add a POST route whose handler gets the JSON body. The handler is cancelled when the client disconnects."""
@@ -102,15 +102,15 @@ class Api:
     ) -> None:
         """Add a route whose handler `find_handler` selects by the request's key; None for an unknown key."""
 
-        def find(request: Request) -> Handler | None:
+        def find_by_key(request: Request) -> Handler | None:
             return find_handler(request.headers.get("x-tfactory-episode") or _find_request_key(request))
 
-        self._add_post_route(path, find, errors)
+        self._add_post_route(path, find_by_key, errors)
 
     def _add_post_route(
         self, path: str, find_handler: Callable[[Request], Handler | None], errors: ErrorFormat
     ) -> None:
-        async def handler(request: Request) -> Response:
+        async def handle_request(request: Request) -> Response:
             self._check_host(request)
             if (body_handler := find_handler(request)) is None:
                 raise _make_key_error()
@@ -120,7 +120,7 @@ class Api:
                 return Response(status_code=499)  # the client has disconnected
             return json_response(result) if isinstance(result, dict) else EventStreamResponse(result, errors)
 
-        self._add_route("POST", path, handler, errors)
+        self._add_route("POST", path, handle_request, errors)
 
     def _add_route(
         self,
@@ -147,7 +147,7 @@ class Api:
     def _check_host(self, request: Request) -> None:
         host_match = re.match(r"\[([^\]]*)\]|([^:]*)", request.headers.get("host", ""))
         assert host_match is not None  # the pattern also matches an empty header
-        if self._local_only and not is_loopback(host_match[1] or host_match[2] or ""):
+        if self._is_local_only and not is_loopback(host_match[1] or host_match[2] or ""):
             text = "this server accepts only local requests; use the host name 127.0.0.1 or localhost"
             raise ApiError(text, "host", status=403, code="forbidden")
 

@@ -83,7 +83,7 @@ class Picture(NamedTuple):
 PICTURE_HEADERS = {"cache-control": "private, max-age=31536000, immutable", "content-disposition": "inline"}
 
 
-def event(name: str, payload: BaseModel | dict[str, Any]) -> Event:
+def make_event(name: str, payload: BaseModel | dict[str, Any]) -> Event:
     return {"event": name, "data": to_json(payload)}
 
 
@@ -104,7 +104,7 @@ class Site:
         self._folder = static_folder
         self._api = FastAPI(title=title, version=version, docs_url=None, redoc_url=None, openapi_url=None)
         self._api.add_exception_handler(HTTPException, make_not_found_response)
-        self._api.add_exception_handler(RequestValidationError, _validation_response)
+        self._api.add_exception_handler(RequestValidationError, _make_validation_response)
         self.app = _Guard(self._api, host, token)
 
     def add(self, method: Literal["GET", "POST"], path: str, answer: Callable[..., Any]) -> None:
@@ -181,7 +181,7 @@ async def _append_error_event(events: Events) -> AsyncGenerator[Any, None]:
         async for streamed_event in events:
             yield streamed_event
     except Exception as error:
-        yield event("error", _to_api_error(error).body)
+        yield make_event("error", _to_api_error(error).body)
     finally:
         await events.aclose()
 
@@ -192,7 +192,7 @@ def _to_api_error(error: BaseException) -> ApiError:
     return ApiError(str(error)) if is_user_error else as_api_error(error)
 
 
-async def _validation_response(request: Request, error: Exception) -> Response:
+async def _make_validation_response(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     detail = error.errors()[0]
     field_name = ".".join(str(key_part) for key_part in detail["loc"][1:]) or str(detail["loc"][0])

@@ -33,21 +33,21 @@ DENIED_FUNCTIONS = {"load_extension", "fts3_tokenizer", "readfile", "writefile",
 
 class SqlDatabase:
     """One connection to the SQLite file `path`, opened at the first query. Methods block and are thread-safe. Queries
-    are read-only; with `write` they run on a private copy. `timeout` is in seconds per query. `format` "exact" is JSON
-    for comparison: long strings and blobs are replaced by their digest."""
+    are read-only; with `can_write` they run on a private copy. `timeout` is in seconds per query. `format` "exact" is
+    JSON for comparison: long strings and blobs are replaced by their digest."""
 
     def __init__(
         self,
         path: Path,
         *,
-        write: bool = False,
+        can_write: bool = False,
         timeout: float = 5.0,
         max_rows: int = 50,
         format: Format = "table",
     ) -> None:
         if not path.is_file():
             raise ValueError(f"SQLite file not found: {path}")
-        self.path, self.write = path, write
+        self.path, self.can_write = path, can_write
         self.timeout, self.max_rows, self.format = timeout, max_rows, format
         self._connection: sqlite3.Connection | None = None
         self._copy_folder: tempfile.TemporaryDirectory[str] | None = None
@@ -83,7 +83,7 @@ class SqlDatabase:
         render = as_table if self.format == "table" else as_json
         return ToolResult(render(column_names, rows[: self.max_rows], is_truncated))
 
-    def tables(self, max_chars: int) -> str:
+    def list_tables(self, max_chars: int) -> str:
         """List tables and columns in at most `max_chars` characters. Raise ValueError if the file is not a database."""
         query = "SELECT name FROM sqlite_master WHERE type IN ('table', 'view') AND name NOT LIKE 'sqlite_%'"
         try:
@@ -121,20 +121,20 @@ class SqlDatabase:
             return ToolResult(text, ok=False, error="exception")
         message = "out of memory" if isinstance(error, MemoryError) else str(error)
         if "authoriz" in message or "readonly" in message or "prohibited" in message:
-            message += " (this is not allowed here)" if self.write else " (only reading is allowed)"
+            message += " (this is not allowed here)" if self.can_write else " (only reading is allowed)"
         return ToolResult(f"SQL error: {message}", ok=False, error="exception")
 
     def _open_connection(self) -> sqlite3.Connection:
         if self._closed:
             raise ValueError("the episode is over")
         connection = _open_read_only(self.path)
-        if self.write:
+        if self.can_write:
             self._copy_folder = tempfile.TemporaryDirectory(prefix="tf-sql-", ignore_cleanup_errors=True)
             connection = _copy_to(connection, f"{self._copy_folder.name}/copy.db")
         connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
         connection.setlimit(sqlite3.SQLITE_LIMIT_SQL_LENGTH, MAX_SQL_CHARS)
         connection.text_factory = lambda raw_text: raw_text.decode("utf-8", errors="replace")
-        connection.set_authorizer(_may_write if self.write else _may_read)
+        connection.set_authorizer(_may_write if self.can_write else _may_read)
         self._connection = connection
         return connection
 

@@ -17,7 +17,7 @@ def inherit_variables(extra_names: list[str]) -> dict[str, str]:
     return {name: os.environ[name] for name in (*INHERITED_VARIABLES, *extra_names) if name in os.environ}
 
 
-def descendants(pid: int) -> list[psutil.Process]:
+def find_offspring(pid: int) -> list[psutil.Process]:
     with contextlib.suppress(psutil.Error):
         return psutil.Process(pid).children(recursive=True)
     return []

@@ -245,7 +245,7 @@ class EnvironmentProcess:
         """Close stdin, then kill the process group and descendants outside of it."""
         process = self._process
         if process is not None:
-            children = await asyncio.to_thread(groups.descendants, process.pid)
+            children = await asyncio.to_thread(groups.find_offspring, process.pid)
             assert process.stdin is not None
             process.stdin.close()
             with contextlib.suppress(TimeoutError):

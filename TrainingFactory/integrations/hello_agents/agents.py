@@ -20,7 +20,7 @@ from TrainingFactory.types import ToolResult
 
 OPENAI_URL = "https://api.openai.com/v1"
 KEY_VARIABLE, URL_VARIABLE, MODEL_VARIABLE = "LLM_API_KEY", "LLM_BASE_URL", "LLM_MODEL_ID"
-TIMEOUT = 30 * 24 * 3600.0  # seconds; long, because a whole training can be one tool call
+MAX_WAIT = 30 * 24 * 3600.0  # seconds; long, because a whole training can be one tool call
 SYSTEM_PROMPT = "You are a helpful assistant. Answer in the user's language."
 
 
@@ -100,7 +100,7 @@ class LLMConfig:
             self.api_key = None  # keeps the key out of repr()
         self._key_env = KEY_VARIABLE if uses_key and KEY_VARIABLE in os.environ else KEY_BY_HOST
 
-    def endpoint(self) -> ChatEndpoint:
+    def make_endpoint(self) -> ChatEndpoint:
         model = self.model or os.environ.get(MODEL_VARIABLE)
         base_url = self.base_url or os.environ.get(URL_VARIABLE)
         if not model:
@@ -142,8 +142,8 @@ class SimpleAgent:
         prompt = self.system_prompt
         if self._history:
             prompt += "\n\nThe conversation so far:\n" + "\n".join(self._history)
-        limits: dict[str, Any] = {"max_turns": self.max_turns, "timeout": TIMEOUT, "tool_timeout": TIMEOUT}
-        agent = AgentTool(self.name, "", self.llm.endpoint(), tools, system_prompt=prompt, **limits)
+        limits: dict[str, Any] = {"max_turns": self.max_turns, "timeout": MAX_WAIT, "tool_timeout": MAX_WAIT}
+        agent = AgentTool(self.name, "", self.llm.make_endpoint(), tools, system_prompt=prompt, **limits)
 
         async def run_agent() -> ToolResult:
             try:

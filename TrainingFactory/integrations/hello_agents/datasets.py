@@ -13,7 +13,7 @@ from TrainingFactory.data.datasets import FILE_SUFFIXES, DatasetRow, parse_rows,
 
 GSM8K_VARIABLE = "TFACTORY_GSM8K"  # environment variable: a folder with train.jsonl and test.jsonl
 HUB_NAME = "openai/gsm8k"
-ALIASES = ("gsm8k", HUB_NAME)
+GSM8K_NAMES = ("gsm8k", HUB_NAME)
 FORMATS = ("sft", "rl")
 SPLIT_PATTERN = re.compile(r"(\w+)(?:\[(\d*):(\d*)\])?")
 Reader = Callable[..., list[dict]]  # (source, split, count) -> rows
@@ -172,7 +172,7 @@ def create_math_dataset(
     tokenizer: Any = None,
 ) -> Any:  # fmt: skip
     """Return GSM8K as a `datasets.Dataset`. Raise ValueError for any other name."""
-    if dataset_name not in ALIASES:
+    if dataset_name not in GSM8K_NAMES:
         raise ValueError(f"there is no dataset {dataset_name!r}. Use gsm8k, or format_math_dataset.")
     return GSM8KDataset(split, max_samples, format_type, tokenizer).get_dataset()
 

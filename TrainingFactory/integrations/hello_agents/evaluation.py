@@ -22,7 +22,7 @@ METRIC_NAMES = "accuracy accuracy_at_k average_reward average_length average_ste
 
 
 def evaluate(
-    model_path: str, tasks: Sequence[Mapping[str, Any]], reward: Callable[..., Sequence[float]],
+    model_path: str, tasks: Sequence[Mapping[str, Any]], reward_fn: Callable[..., Sequence[float]],
     options: Mapping[str, Any], metrics: Sequence[str], k: int, with_details: bool
 ) -> dict[str, Any]:  # fmt: skip
     """Return the metrics of a model on tasks, with `k` attempts each. `options` are config values by full key."""
@@ -34,7 +34,7 @@ def evaluate(
         raise ValueError("tasks have no ground_truth. Provide rows with question and answer.")
     record, episodes, adapter = _run_evaluation(model_path, tasks, {"training.group_size": k, **options})
     answers = [episode.answer for episode in episodes]  # "" if the episode was truncated
-    rewards = reward(**as_reward(reward).columns(episodes) | {"completions": answers})
+    rewards = reward_fn(**as_reward(reward_fn).columns(episodes) | {"completions": answers})
     scores = record.metrics
     metric_values = {
         "accuracy": scores["success"],

@@ -107,7 +107,7 @@ def create_combined_reward(components: Sequence[Mapping[str, Any]]) -> RewardFn:
 
 
 # reward_type -> its options with defaults; `tolerance` is that of the underlying accuracy reward
-OPTIONS: dict[str, dict[str, Any]] = {
+REWARD_OPTIONS: dict[str, dict[str, Any]] = {
     "accuracy": {"tolerance": 1e-4},
     "length_penalty": {"penalty_weight": 0.1, "max_length": 1024, "tolerance": 1e-4},
     "step": {"step_bonus": 0.1, "max_steps": None, "tolerance": 1e-4},
@@ -117,15 +117,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def complete_options(reward_type: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return `options` completed with the defaults of a reward type. Raise ValueError for unknown ones."""
-    if reward_type not in OPTIONS:
-        raise ValueError(f"there is no reward {reward_type!r}. Available: {', '.join(OPTIONS)}")
+    if reward_type not in REWARD_OPTIONS:
+        raise ValueError(f"there is no reward {reward_type!r}. Available: {', '.join(REWARD_OPTIONS)}")
     options = {"max_length" if key == "target_length" else key: value for key, value in options.items()}
-    if unknown_options := options.keys() - OPTIONS[reward_type].keys():
-        known_names = ", ".join(OPTIONS[reward_type])
+    if unknown_options := options.keys() - REWARD_OPTIONS[reward_type].keys():
+        known_names = ", ".join(REWARD_OPTIONS[reward_type])
         raise ValueError(
             f"reward {reward_type} has no option {min(unknown_options)!r}. Available: {known_names}"
         )
-    return OPTIONS[reward_type] | options
+    return REWARD_OPTIONS[reward_type] | options
 
 
 def make_reward(reward_type: str, options: Mapping[str, Any]) -> RewardFn:

@@ -68,7 +68,7 @@ def make_tool_class(tools: ModuleType) -> type:
     1.0 it returns a ToolResponse that is also that text with the same keys, so that one program works with both
     versions."""
     result_class = _make_response_class(tools) if hasattr(tools, "ToolResponse") else Result  # foreign module
-    class_members = {"parameter": tools.ToolParameter, "result": result_class}
+    class_members = {"parameter_class": tools.ToolParameter, "result_class": result_class}
     return type("RLTrainingTool", (RLTraining, tools.Tool), class_members)
 
 

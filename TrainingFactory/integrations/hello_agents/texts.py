@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-LANGUAGE = "TFACTORY_HELLO_LANGUAGE"  # zh or en
-TEXTS = {
+LANG_VARIABLE = "TFACTORY_HELLO_LANGUAGE"  # zh or en
+MESSAGE_TEXTS = {
     "description": (
         "训练语言模型: SFT、GRPO 等算法, 加载数据集, 创建奖励函数, 评估模型。没有写明 algorithm 和 model_name "
         "的训练请求只返回计划; 用户同意后再用 confirm=true 开始。",
@@ -70,9 +70,9 @@ class ToolMessages:
     """Formats messages in `language`: zh or en. None: the language in the variable TFACTORY_HELLO_LANGUAGE, else zh."""
 
     def __init__(self, language: str | None = None) -> None:
-        self.language = language or os.environ.get(LANGUAGE) or "zh"
+        self.language = language or os.environ.get(LANG_VARIABLE) or "zh"
         if self.language not in ("zh", "en"):
-            raise ValueError(f"language is {self.language!r}; set language= or {LANGUAGE} to zh or en")
+            raise ValueError(f"language is {self.language!r}; set language= or {LANG_VARIABLE} to zh or en")
 
     def __call__(self, name: str, **values: object) -> str:
-        return TEXTS[name][self.language == "en"].format(**values)
+        return MESSAGE_TEXTS[name][self.language == "en"].format(**values)

@@ -18,7 +18,7 @@ from TrainingFactory.integrations.hello_agents.texts import ToolMessages
 log = logging.getLogger(__name__)
 TASKS_KEY = "data.tasks"  # a folder with GSM8K
 NO_REWARD = {"reward": None, "reward_type": None, "reward_config": None, "custom_reward": None}
-DEFAULTS: dict[str, dict[str, Any]] = {
+ACTION_DEFAULTS: dict[str, dict[str, Any]] = {
     "train": {
         "algorithm": "sft", "model_name": "Qwen/Qwen2-0.5B-Instruct", "dataset": "gsm8k", "split": "train",
         "max_samples": None, "num_epochs": 3, "output_dir": "./output", "use_lora": True, "batch_size": 4,
@@ -33,17 +33,17 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "metrics": ("accuracy", "average_reward"), "k": 1, "return_details": False, "output_dir": "runs", **NO_REWARD
     },
 }  # fmt: skip
-SAMPLING = {"max_new_tokens": "sampling.max_tokens", "temperature": "sampling.temperature", "top_p": "sampling.top_p",
-            "batch_size": "sampling.slots", "thinking": "model.thinking"}  # fmt: skip
+SAMPLING_KEYS = {"max_new_tokens": "sampling.max_tokens", "temperature": "sampling.temperature",
+            "top_p": "sampling.top_p", "batch_size": "sampling.slots", "thinking": "model.thinking"}  # fmt: skip
 # Keys of an action besides those with a default above.
 ACTION_KEYS = {
-    "train": [*training.OPTIONS, *training.SPECIAL_KEYS],
+    "train": [*training.OPTION_KEYS, *training.SPECIAL_KEYS],
     "load_dataset": ["format_type"],
-    "create_reward": sorted({name for options in rewards.OPTIONS.values() for name in options}),
-    "evaluate": list(SAMPLING),
+    "create_reward": sorted({name for options in rewards.REWARD_OPTIONS.values() for name in options}),
+    "evaluate": list(SAMPLING_KEYS),
 }
 # Parameter descriptions for agents: name -> (type, description).
-PARAMETERS = {
+PARAMETER_DOCS = {
     "action": ("string", "train, load_dataset, create_reward, evaluate"),
     "algorithm": ("string", "sft, grpo, ppo, dpo, kto, rft, reward_model; only if the user has named it"),
     "model_name": ("string", "hub id or folder; only if the user has named it"),
@@ -94,13 +94,13 @@ class Result(str):
 
 
 class RLTraining:
-    """The RL tool without a tool base class. A subclass adds HelloAgents' `Tool` as a second base and sets the classes
-    of a `parameter` and a `result`. Messages are in Chinese; in English with `language="en"`."""
+    """The RL tool without a tool base class. A subclass adds HelloAgents' `Tool` as a second base and sets
+    `parameter_class` and `result_class`. Messages are in Chinese; in English with `language="en"`."""
 
     name = "rl_training"
     trl_available = True  # our trainers do not need TRL
-    parameter: Callable[..., Any]
-    result: Callable[[dict[str, Any]], Any]
+    parameter_class: Callable[..., Any]
+    result_class: Callable[[dict[str, Any]], Any]
 
     def __init__(self, language: str | None = None) -> None:
         self.messages = ToolMessages(language)
@@ -120,31 +120,31 @@ class RLTraining:
 
     def get_parameters(self) -> list[Any]:
         return [
-            self.parameter(name=name, type=type_name, description=description, required=False, default=None)
-            for name, (type_name, description) in PARAMETERS.items()
+            self.parameter_class(name=name, type=type_name, description=text, required=False, default=None)
+            for name, (type_name, text) in PARAMETER_DOCS.items()
         ]
 
     def run(self, parameters: Mapping[str, Any] | str) -> Any:
         """Run an action from a mapping or its JSON text and return its result, a training plan, or an error."""
         try:
-            return self.result(self._run_action(self._parse_parameters(parameters)))
+            return self.result_class(self._run_action(self._parse_parameters(parameters)))
         except ValueError as error:
             message = str(error)
         except Exception as error:  # foreign code: datasets, rewards, the hub
             log.exception("rl_training")
             message = self.messages("failed", why=describe(error))
-        return self.result({"status": "error", "message": message})
+        return self.result_class({"status": "error", "message": message})
 
     def _run_action(self, options: dict[str, Any]) -> dict[str, Any]:
-        action = self._choose("action", str(options.pop("action", "train")).lower(), DEFAULTS)
-        known_names = dict.fromkeys([*DEFAULTS[action], *ACTION_KEYS[action], TASKS_KEY])
+        action = self._choose("action", str(options.pop("action", "train")).lower(), ACTION_DEFAULTS)
+        known_names = dict.fromkeys([*ACTION_DEFAULTS[action], *ACTION_KEYS[action], TASKS_KEY])
         for key in options:
             is_config_key = action == "train" and "." in key  # a full config key, validated by the config
             if key not in known_names and not is_config_key:
                 hint, name_list = did_you_mean(nearest(key, known_names)), ", ".join(known_names)
                 raise ValueError(self.messages("key", action=action, value=key, near=hint, known=name_list))
         methods = {"train": self._train, "load_dataset": self._load, "create_reward": self._create}
-        return methods.get(action, self._evaluate)(options, DEFAULTS[action] | options)
+        return methods.get(action, self._evaluate)(options, ACTION_DEFAULTS[action] | options)
 
     def _parse_parameters(self, parameters: Any) -> dict[str, Any]:
         """Convert the parameters to their types. Agents write numbers as text, and tool registries put all parameters
@@ -160,7 +160,7 @@ class RLTraining:
                 raise ValueError(self.messages("json", line=error.lineno, column=error.colno)) from error
         if isinstance(data_section, Mapping):
             options |= {f"data.{key}": value for key, value in data_section.items()}
-        for key, (type_name, _) in PARAMETERS.items():
+        for key, (type_name, _) in PARAMETER_DOCS.items():
             if type_name != "string" and isinstance(value := options.get(key), str):
                 try:
                     options[key] = json.loads(value.lower())
@@ -195,10 +195,10 @@ class RLTraining:
                 | reward_arguments
             )
             plan["algorithm"] = algorithm
-            message = self.messages("plan", known=", ".join(DEFAULTS))
+            message = self.messages("plan", known=", ".join(ACTION_DEFAULTS))
             return {"status": "plan", "message": message, "plan": plan, "confirm": True}
         heldout_rows = None
-        if {"eval_steps", "training.eval_every"} & keys.keys() and config["dataset"] in datasets.ALIASES:
+        if {"eval_steps", "training.eval_every"} & keys.keys() and config["dataset"] in datasets.GSM8K_NAMES:
             heldout_rows = datasets.read_gsm8k("test", 64, options.get(TASKS_KEY))
         model, folder = config["model_name"], config["output_dir"]
         rows = self._load_rows(config, training.pick_row_reader(algorithm))
@@ -211,7 +211,7 @@ class RLTraining:
         name, split, count = config["dataset"], config["split"], config["max_samples"]
         custom_dataset = config.get("custom_dataset")
         dataset = self.custom_datasets.get(name, name) if custom_dataset is None else custom_dataset
-        if isinstance(dataset, str) and dataset in datasets.ALIASES:
+        if isinstance(dataset, str) and dataset in datasets.GSM8K_NAMES:
             return read_dataset(datasets.read_gsm8k(split, count, config.get(TASKS_KEY)))
         if isinstance(dataset, str) and "/" not in dataset and not Path(dataset).exists():
             known_names = ["gsm8k", *self.custom_datasets, "FILE.jsonl", "OWNER/NAME (hub)"]
@@ -232,7 +232,7 @@ class RLTraining:
             if len(candidates) > 1:
                 raise ValueError(self.messages("registered", known=", ".join(candidates)))
             name = candidates[0]
-        self._choose("reward", name, [*functions, *rewards.OPTIONS])
+        self._choose("reward", name, [*functions, *rewards.REWARD_OPTIONS])
         if name in functions:
             return name, functions[name]
         return name, rewards.make_reward(name, self._presets.get(name, {}) if options is None else options)
@@ -247,7 +247,7 @@ class RLTraining:
         return result | {"dataset_size": len(rows), "sample_keys": list(rows[0])}
 
     def _create(self, options: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-        reward_type = self._choose("reward", config.pop("reward_type"), rewards.OPTIONS)
+        reward_type = self._choose("reward", config.pop("reward_type"), rewards.REWARD_OPTIONS)
         full_options = rewards.complete_options(reward_type, config)
         rewards.make_reward(reward_type, config)
         self._presets[reward_type] = config
@@ -262,7 +262,7 @@ class RLTraining:
         if not (path := config["model_path"]):
             raise ValueError(self.messages("missing", value="model_path"))
         name, reward = self._find_reward(config)
-        overrides = {SAMPLING[key]: options[key] for key in SAMPLING if key in options}
+        overrides = {SAMPLING_KEYS[key]: options[key] for key in SAMPLING_KEYS if key in options}
         overrides["logging.output_dir"] = config["output_dir"]
         metrics, k, details = config["metrics"], config["k"], config["return_details"]
         rows = self._load_rows(config, datasets.read_tasks)
@@ -274,4 +274,4 @@ class RLTraining:
 class RLTrainingTool(RLTraining, Tool):
     """The RL tool for machines without HelloAgents, whose `run` returns a `Result`."""
 
-    parameter, result = ToolParameter, Result
+    parameter_class, result_class = ToolParameter, Result

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # torch, which takes seconds
 
 RECORD_FILE = "training_result.json"  # in output_dir; lists the files of the model
 # Key of the textbook -> ours. `_convert_special` converts the keys that need more than another name.
-OPTIONS = {
+OPTION_KEYS = {
     **{key: f"training.{key}" for key in ("num_epochs", "batch_size", "learning_rate", "warmup_steps", "weight_decay",
                                           "max_grad_norm", "max_steps", "gradient_checkpointing", "seed")},
     "eval_steps": "training.eval_every", "num_generations": "training.group_size",
@@ -64,7 +64,7 @@ def pick_row_reader(algorithm: str) -> datasets.Reader:
 
 def train(
     algorithm: str, model_name: str, rows: list[dict], output_dir: str | Path, keys: Mapping[str, Any],
-    reward: Callable[..., Any] | None = None, heldout_rows: Any = None
+    reward_fn: Callable[..., Any] | None = None, heldout_rows: Any = None
 ) -> tuple[Trainer, dict[str, Any]]:  # fmt: skip
     """Train a run in the folder `runs` of `output_dir`. Return the trainer and the results.
 
@@ -82,7 +82,7 @@ def train(
         options["heldout"] = pick_row_reader(algorithm)(heldout_rows)
     prefix = "RewardModel" if algorithm == "reward_model" else algorithm.upper()
     watcher = DetailedLoggingCallback(None, keys.get("num_epochs"), keys.get("logging_steps") or 1)
-    trainer = getattr(services, f"{prefix}Trainer")(**options, reward_function=reward, watcher=watcher)
+    trainer = getattr(services, f"{prefix}Trainer")(**options, reward_function=reward_fn, watcher=watcher)
     if trainer.notices:
         raise ValueError("; ".join(trainer.notices))
     report, config = trainer.train(), trainer.config
@@ -102,7 +102,7 @@ def make_config_sections(algorithm: str, keys: Mapping[str, Any], num_rows: int)
     if accumulation := options.get("gradient_accumulation_steps"):
         options["batch_size"] = options.get("batch_size", BATCH_SIZE) * accumulation
     option_rows = [
-        (OPTIONS.get(key, key), key, options[key]) for key in options if key in OPTIONS or "." in key
+        (OPTION_KEYS.get(key, key), key, options[key]) for key in options if key in OPTION_KEYS or "." in key
     ]
     sections: dict[str, dict[str, Any]] = {}
     for full_key, key, value in (*option_rows, *_convert(algorithm, options, num_rows)):

@@ -56,7 +56,7 @@ class EnvEpisode(ToolEnvironment):
         return Step(replies, done=bool(is_done), tool_results=episode_tools.results, signals=signals)
 
     async def reward(self, episode: AnyEpisode) -> Reward:
-        batch, env = await self._verified_batch(episode), self.env
+        batch, env = await self._verify_batch(episode), self.env
         is_heldout = batch.meta_info["validate"]
         if env.overrides(SCORE):
             return await self._compute_score(batch, None, None)
@@ -88,7 +88,7 @@ class EnvEpisode(ToolEnvironment):
         outcome, steps = self._split_rewards(result, SCORE)
         return Reward(outcome, steps, {"rules" if workers is None else "judge": outcome + sum(steps)})
 
-    async def _verified_batch(self, episode: AnyEpisode) -> EpisodeBatch:
+    async def _verify_batch(self, episode: AnyEpisode) -> EpisodeBatch:
         """Return the episode in verl's form, verified once for all rules and judges that score it."""
         async with self._lock:
             if self._batch is None:
@@ -149,7 +149,7 @@ class JudgedEpisode(EnvEpisode):
     """An episode whose `Env` writes the prompts of a judge."""
 
     async def ask_judge(self, episode: AnyEpisode, ask_judge: AskJudge) -> Reward:
-        batch = await self._verified_batch(episode)
+        batch = await self._verify_batch(episode)
         tokenizer = MessageTokenizer(self._tokenizer)
         return await self._compute_score(batch, JudgeWorkers(ask_judge, tokenizer), tokenizer)
 

@@ -37,7 +37,7 @@ KEYS_BY_ALGORITHM = {
     },
 }  # fmt: skip
 # algorithm.adv_estimator -> training.algorithm and grpo.advantage
-ESTIMATORS = {"grpo": ("grpo", "group"), "gae": ("ppo", "")} | {
+ALGORITHM_BY_ESTIMATOR = {"grpo": ("grpo", "group"), "gae": ("ppo", "")} | {
     name: ("grpo", name) for name in ("rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 }
 # Values with other names: override -> our key, and their value -> our value
@@ -47,7 +47,7 @@ RENAMED_VALUES: dict[str, tuple[str, dict[str, str]]] = {
     "actor.policy_loss.loss_mode": ("grpo.ratio", {"vanilla": "token", "gspo": "sequence"}),
     "actor.kl_loss_type": ("@.kl_estimator", {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}),
 }  # fmt: skip
-TRACKERS = ("wandb", "mlflow", "tensorboard")
+TRACKER_NAMES = ("wandb", "mlflow", "tensorboard")
 
 IMAGE_ENVIRONMENTS = ("vision", "mmbase")  # RL-Factory's own environments whose tools return images
 NO_IMAGES = "its tools return images, which environments of RL-Factory cannot have here; use an environment with texts"

@@ -12,11 +12,11 @@ LINE = re.compile(r"^(?![ \t]*#)(?:.*\\\n)*.*", re.MULTILINE)  # including its b
 COMMAND_PATTERN = re.compile(r"verl[./]trainer[./]main_(\w*)")
 ASSIGNMENT = re.compile(r"(?:export\s+|declare\s+(?:-\w+\s+)?|readonly\s+|local\s+)?(\w+)=(.*)", re.DOTALL)
 OVERRIDE_PATTERN = re.compile(r"\+{0,2}([A-Za-z_][\w./@]*)=(.*)", re.DOTALL)
-STRAY = re.compile(r"\s*\+{0,2}(?:data|actor_rollout_ref|algorithm|trainer|critic|reward_\w+)\.[\w.]+=")
+STRAY_KEY = re.compile(r"\s*\+{0,2}(?:data|actor_rollout_ref|algorithm|trainer|critic|reward_\w+)\.[\w.]+=")
 # $NAME, ${NAME}, ${NAME:-default}, and what only a shell can evaluate: $(command), `command`, $((1 + 1)), other ${...}
-VARIABLE = r"\$(?:(\w+)|\{(\w+)(?::?-([^}]*))?\}|\(\(.*?\)\)|\([^)]*\)|\{[^}]*\}|[@*#?$!-])|`[^`]*`"
-UNQUOTED_PATTERN = re.compile(rf"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|{VARIABLE}""", re.DOTALL)
-QUOTED_PATTERN = re.compile(rf"\\.|{VARIABLE}", re.DOTALL)
+VARIABLE_REGEX = r"\$(?:(\w+)|\{(\w+)(?::?-([^}]*))?\}|\(\(.*?\)\)|\([^)]*\)|\{[^}]*\}|[@*#?$!-])|`[^`]*`"
+UNQUOTED_PATTERN = re.compile(rf"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|{VARIABLE_REGEX}""", re.DOTALL)
+QUOTED_PATTERN = re.compile(rf"\\.|{VARIABLE_REGEX}", re.DOTALL)
 SHELL_ONLY = re.compile("\ue000(.*?)\ue000")  # a value that only the shell knows, between our own markers
 COMMAND_END_PATTERN = re.compile(r"\d?>|&?>>?|<|\||;|&")
 # Characters; RL-Factory's own scripts have 4,000. Nested ${A:-${B:-... takes quadratic time.
@@ -58,7 +58,7 @@ def read_script(path: Path, variables: Mapping[str, str]) -> LaunchScript:
             raise ValueError(f"{path}:{line_number}: invalid shell command: {error}") from None
         if any(map(COMMAND_PATTERN.search, words)):
             commands.append((line_number, words))
-        elif STRAY.match(line):
+        elif STRAY_KEY.match(line):
             raise ValueError(
                 f"{path}:{line_number}: {line.split()[0][:80]} belongs to no command. End the line before it with a "
                 "backslash and nothing after it."

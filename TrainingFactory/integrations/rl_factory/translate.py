@@ -16,7 +16,7 @@ from TrainingFactory.integrations.rl_factory.keys import BY_HAND, NO_COUNTERPART
 from TrainingFactory.integrations.rl_factory.launch_script import SHELL_ONLY, LaunchScript
 from TrainingFactory.tools.mcp.config import read_config
 
-PREFIX = "actor_rollout_ref."
+KEY_PREFIX = "actor_rollout_ref."
 
 
 class Translation:
@@ -33,7 +33,7 @@ class Translation:
                     f"{key}: {BY_HAND}: it depends on {shell_syntax[1]}, which only the shell knows"
                 )
             else:
-                self._overrides[key.removeprefix(PREFIX)] = _parse_value(text)
+                self._overrides[key.removeprefix(KEY_PREFIX)] = _parse_value(text)
         for key in [key for key, value in self._overrides.items() if value is None]:
             self._skip_disabled(key)
         self._translate_algorithm()
@@ -81,15 +81,15 @@ class Translation:
 
     def _note(self, key: str, value: Any, status: str, reason: str) -> None:
         value = "***" if holds_secret(key.rsplit(".", 1)[-1].lower(), str(value)) else value
-        prefix = PREFIX if f"{PREFIX}{key}" in self.script.overrides else ""
+        prefix = KEY_PREFIX if f"{KEY_PREFIX}{key}" in self.script.overrides else ""
         self.notes.append(f"{prefix}{key}={value}: {status}: {reason}")
 
     def _translate_algorithm(self) -> None:
         estimator = str(self._pop("algorithm.adv_estimator", "gae"))  # verl's default
-        self.algorithm, advantage_name = keys.ESTIMATORS.get(estimator, ("grpo", ""))
+        self.algorithm, advantage_name = keys.ALGORITHM_BY_ESTIMATOR.get(estimator, ("grpo", ""))
         self._set_key("training.algorithm", self.algorithm)
-        if estimator not in keys.ESTIMATORS:
-            known_names = ", ".join(keys.ESTIMATORS)
+        if estimator not in keys.ALGORITHM_BY_ESTIMATOR:
+            known_names = ", ".join(keys.ALGORITHM_BY_ESTIMATOR)
             self._note(
                 "algorithm.adv_estimator",
                 estimator,
@@ -195,10 +195,10 @@ class Translation:
     def _translate_trainer(self) -> None:
         loggers = self._pop("trainer.logger", [])
         loggers = loggers if isinstance(loggers, list) else [loggers]
-        if trackers := [name for name in loggers if name in keys.TRACKERS]:
+        if trackers := [name for name in loggers if name in keys.TRACKER_NAMES]:
             self._set_key("logging.trackers", trackers)
-        if unsupported := [name for name in loggers if name not in keys.TRACKERS]:
-            reason = f"steps are always printed; trackers are {', '.join(keys.TRACKERS)}"
+        if unsupported := [name for name in loggers if name not in keys.TRACKER_NAMES]:
+            reason = f"steps are always printed; trackers are {', '.join(keys.TRACKER_NAMES)}"
             self._note("trainer.logger", unsupported, NO_COUNTERPART, reason)
         if "wandb" in trackers and (project := self._pop("trainer.project_name")):
             self._set_key("logging.wandb", {"project": str(project)})

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-PLUGIN = Path(__file__).parent / "plugin.py"  # for --external_plugins
-NAME = "training_factory"  # of our scheduler and our reward in ms-swift
+PLUGIN_FILE = Path(__file__).parent / "plugin.py"  # for --external_plugins
+PLUGIN_NAME = "training_factory"  # of our scheduler and our reward in ms-swift
 CONFIG_VARIABLE = "TF_CONFIG"
 TASK_COLUMN = "tf_task"  # of the dataset: the task as JSON

@@ -91,7 +91,7 @@ class SwiftEpisode(EpisodeRun):
     async def _play_turns(self, environment: Environment) -> None:
         await self._render_first_prompt(environment)
         for turn_number in range(self.rules.max_turns):
-            sample = await self._next_turn()
+            sample = await self._await_next_turn()
             tools = self.trajectory.tools
             if sample.token_ids:
                 message = self._chat.parse(sample.token_ids, sample.prefix_ids, tools)
@@ -108,7 +108,7 @@ class SwiftEpisode(EpisodeRun):
             await self._step_environment(environment, turn)
         return self._end_episode("max_turns", None)
 
-    async def _next_turn(self) -> SampledTurn:
+    async def _await_next_turn(self) -> SampledTurn:
         self._clock.pause()
         self._turn_needed_event.set()
         try:

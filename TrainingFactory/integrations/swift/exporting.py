@@ -18,9 +18,9 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.disk import write_atomically
 from TrainingFactory.data.trajectories import task_to_dict
 from TrainingFactory.envs import ToolEnvironment
-from TrainingFactory.integrations.swift import CONFIG_VARIABLE, NAME, TASK_COLUMN
+from TrainingFactory.integrations.swift import CONFIG_VARIABLE, PLUGIN_NAME, TASK_COLUMN
 from TrainingFactory.integrations.swift.keys import LORA_ARGUMENTS, SAME_MEANING, VALUES
-from TrainingFactory.integrations.swift.scheduler import as_swift_messages, check_config, swift_environment
+from TrainingFactory.integrations.swift.scheduler import as_swift_messages, build_environment, check_config
 from TrainingFactory.models.names import TINY_IDS, resolve_model_name
 from TrainingFactory.resolve import factories
 from TrainingFactory.resolve.model_names import with_resolved_model
@@ -58,7 +58,7 @@ def export_config(config: TrainingConfig, folder: Path, notify: Callable[[str], 
     config = map_files(config, _make_absolute)
     resolved_config = factories.resolve_ids(config, notify)
     tools = RunTools(resolved_config, (), None)
-    environment = swift_environment(resolved_config, tools)
+    environment = build_environment(resolved_config, tools)
     tasks = make_tasks(resolved_config, environment)
     rows = run(lambda: _make_dataset_rows(tools, environment, tasks))
     arguments, unsupported_keys = make_swift_arguments(config, folder)
@@ -104,8 +104,8 @@ def make_swift_arguments(config: TrainingConfig, folder: Path) -> tuple[dict[str
     arguments["output_dir"] = str(folder.resolve() / "output")
     arguments |= {
         "dataset": str(folder.resolve() / ROWS_FILE),
-        "multi_turn_scheduler": NAME,
-        "reward_funcs": NAME,
+        "multi_turn_scheduler": PLUGIN_NAME,
+        "reward_funcs": PLUGIN_NAME,
         "remove_unused_columns": False,
         "logging_steps": 1,
     }

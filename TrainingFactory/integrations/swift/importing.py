@@ -19,7 +19,7 @@ from TrainingFactory.integrations.swift import keys
 from TrainingFactory.integrations.swift.keys import BY_HAND, NO_COUNTERPART, NOT_NEEDED
 
 COMMAND_PATTERN = re.compile(r"(?:^|/)swift$")
-METHODS = ("rlhf", "sft", "pt")
+SWIFT_COMMANDS = ("rlhf", "sft", "pt")
 MAX_BYTES = 1_000_000
 ARGUMENT_PATTERN = re.compile(r"--([\w-]+)(?:=(.*))?", re.DOTALL)
 BATCH_KEYS = (
@@ -111,7 +111,7 @@ class SwiftTranslation:
         self._set_key("training.algorithm", self.algorithm)
 
     def _add_defaults(self) -> None:
-        defaults: dict[str, Any] = dict(keys.DEFAULTS)
+        defaults: dict[str, Any] = dict(keys.SWIFT_DEFAULTS)
         if self.algorithm == "grpo":
             defaults |= keys.GRPO_DEFAULTS
         tuner = str(self._arguments.get("tuner_type", defaults["tuner_type"]))
@@ -193,11 +193,11 @@ class SwiftTranslation:
                 and value.is_integer()
                 and name not in ("temperature", "lora_dropout")
             )
-            self._set_key(self._key(key), int(value) if is_whole and key != "grpo.clip_dual" else value)
+            self._set_key(self._fill_key(key), int(value) if is_whole and key != "grpo.clip_dual" else value)
         if "grpo" in self.sections and "clip_high" not in self.sections["grpo"]:
             self._set_key("grpo.clip_high", self.sections["grpo"]["clip_low"])  # theirs is epsilon
 
-    def _key(self, key: str) -> str:
+    def _fill_key(self, key: str) -> str:
         """Replace `@` in a key by our key for ms-swift's `beta`, which is the weight of the KL term in grpo."""
         return key.replace("@", "grpo.kl" if self.algorithm == "grpo" else f"{self.algorithm}.beta")
 
@@ -271,7 +271,7 @@ def _read_script(path: Path, variables: Mapping[str, str]) -> dict[str, Any]:
         except ValueError as error:
             raise ValueError(f"{path}: invalid shell command in {line[:60]!r}: {error}") from None
         start = next((index for index, word in enumerate(words) if COMMAND_PATTERN.search(word)), None)
-        if start is not None and words[start + 1 : start + 2] and words[start + 1] in METHODS:
+        if start is not None and words[start + 1 : start + 2] and words[start + 1] in SWIFT_COMMANDS:
             commands.append(words[start + 1 :])
         elif len(words) <= 2 and (assignment := ASSIGNMENT.fullmatch(" ".join(words))):
             expansion.variables[assignment[1]] = variables.get(assignment[1], assignment[2])

@@ -46,7 +46,7 @@ GRPO_ARGUMENTS = (
 )  # fmt: skip
 BETA_ALGORITHMS = ("grpo", "dpo", "kto")
 # Defaults of ms-swift that differ from ours; an import writes them into the config.
-DEFAULTS = {
+SWIFT_DEFAULTS = {
     "num_train_epochs": 3,
     "lr_scheduler_type": "cosine",
     "weight_decay": 0.1,

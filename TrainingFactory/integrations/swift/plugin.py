@@ -8,12 +8,12 @@ from pathlib import Path
 from swift.rewards import ORM, orms  # pyright: ignore[reportMissingImports]
 from swift.rollout import MultiTurnScheduler, multi_turns  # pyright: ignore[reportMissingImports]
 
-from TrainingFactory.integrations.swift import NAME
+from TrainingFactory.integrations.swift import PLUGIN_NAME
 from TrainingFactory.integrations.swift.scheduler import EnvironmentScheduler, fill_missing_rewards
 
 # ms-swift puts this folder on sys.path, where our file names would shadow modules of others.
-_HERE = Path(__file__).resolve().parent
-sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != _HERE]
+_PLUGIN_FOLDER = Path(__file__).resolve().parent
+sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != _PLUGIN_FOLDER]
 
 
 class TrainingFactoryScheduler(EnvironmentScheduler, MultiTurnScheduler):
@@ -27,5 +27,5 @@ class TrainingFactoryReward(ORM):
         return fill_missing_rewards(rollout_infos, tf_task)
 
 
-multi_turns[NAME] = TrainingFactoryScheduler
-orms[NAME] = TrainingFactoryReward
+multi_turns[PLUGIN_NAME] = TrainingFactoryScheduler
+orms[PLUGIN_NAME] = TrainingFactoryReward

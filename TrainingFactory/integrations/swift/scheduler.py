@@ -60,25 +60,25 @@ class SwiftRun:
         check_config(config)
         self._config = config = factories.resolve_ids(config, log.info)
         self._tools = RunTools(config, (), None)
-        self._environment = swift_environment(config, self._tools)
+        self._environment = build_environment(config, self._tools)
         self._exit_stack = AsyncExitStack()
         self._open_lock = asyncio.Lock()
-        self._rules: EpisodeSettings | None = None
+        self._settings: EpisodeSettings | None = None
         self.max_episodes: int | None = getattr(self._environment, "max_episodes", None)
 
-    async def rules(self, chat: SwiftFormat) -> EpisodeSettings:
+    async def prepare_settings(self, chat: SwiftFormat) -> EpisodeSettings:
         """Return the settings that all episodes share; start the tools' servers on the first call."""
         async with self._open_lock:
-            if self._rules is None:
+            if self._settings is None:
                 self._exit_stack.push_async_callback(self._tools.close)
                 environment = await self._tools.equip(self._environment)
                 reward = build_rewards.make_reward(self._config)
                 await build_rewards.open_reward(reward, self._exit_stack, log.info)
                 runtime = self._tools.runtime
-                self._rules = make_rollouts(
+                self._settings = make_rollouts(
                     self._config, environment, chat, reward=reward, runtime=runtime
                 ).rules
-            return self._rules
+            return self._settings
 
     async def close(self) -> None:
         await self._exit_stack.aclose()
@@ -111,7 +111,7 @@ class EnvironmentScheduler:
         await self._loop.run(self._begin_episodes(requests))
 
     async def _begin_episodes(self, requests: Sequence[Any]) -> None:
-        rules = await self._run.rules(self._chat)
+        rules = await self._run.prepare_settings(self._chat)
         max_episodes = self._run.max_episodes
         num_episodes = len(self._episodes) + len(requests)
         if max_episodes is not None and num_episodes > max_episodes:
@@ -237,7 +237,7 @@ def check_config(config: TrainingConfig) -> None:
         )
 
 
-def swift_environment(config: TrainingConfig, tools: RunTools) -> Any:
+def build_environment(config: TrainingConfig, tools: RunTools) -> Any:
     """Return the environment of the config; raise ValueError if ms-swift cannot play it."""
     environment = make_environment(config, tools.is_needed, log.info)
     if is_self_play(environment):

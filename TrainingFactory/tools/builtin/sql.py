@@ -43,10 +43,10 @@ class SqlTool:
     ) -> None:
         self.path = Path(path).resolve()
         self.database = partial(
-            SqlDatabase, self.path, write=write, timeout=timeout, max_rows=max_rows, format=format
+            SqlDatabase, self.path, can_write=write, timeout=timeout, max_rows=max_rows, format=format
         )
         try:
-            table_list = self.database().tables(schema_chars)
+            table_list = self.database().list_tables(schema_chars)
         except ValueError as error:
             raise ValueError(f"tool {name}: {error}; set path to an existing SQLite file") from error
         statement = "statement; reading and writing" if write else "query (read-only)"

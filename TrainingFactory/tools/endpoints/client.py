@@ -107,7 +107,7 @@ class EndpointClient:
         if result.cached:
             self.usage.cached += 1
             self.usage.cached_tokens += reply.input_tokens + reply.output_tokens
-            self.usage.cached_cost += self.budget.cost(reply)
+            self.usage.cached_cost += self.budget.price_reply(reply)
         return reply
 
     async def _send_with_retries(self, send: Send) -> ModelReply:
@@ -137,7 +137,7 @@ class EndpointClient:
         self.usage.input_tokens += reply.input_tokens
         self.usage.output_tokens += reply.output_tokens
         self.usage.estimated += reply.estimated
-        self.usage.cost += self.budget.cost(reply)
+        self.usage.cost += self.budget.price_reply(reply)
         return reply
 
     def _check_budget(self) -> None:

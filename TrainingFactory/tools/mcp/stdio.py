@@ -20,7 +20,7 @@ from mcp.shared.message import SessionMessage
 from mcp.types import ErrorData, JSONRPCError, jsonrpc_message_adapter
 from pydantic import ValidationError
 
-from TrainingFactory.common.workers.groups import MAX_STDERR_BYTES, descendants, quote_stderr, signal_group
+from TrainingFactory.common.workers.groups import MAX_STDERR_BYTES, find_offspring, quote_stderr, signal_group
 from TrainingFactory.tools.mcp.server_config import ServerConfig
 
 MAX_MESSAGE_BYTES = 8 * 2**20  # enough for a large image; parsing more JSON would block the event loop
@@ -111,7 +111,7 @@ async def _write_messages(process: Process, to_server: Any, from_server: Any, ma
 
 async def _end_process(process: Process, outgoing: Any, may_end: anyio.Event) -> None:
     """Close stdin, then send SIGTERM, then SIGKILL. Also kill descendants outside the process group (browsers)."""
-    descendant_processes = await asyncio.to_thread(descendants, process.pid)
+    descendant_processes = await asyncio.to_thread(find_offspring, process.pid)
     may_end.set()
     outgoing.close()  # `_write_messages` closes stdin after the last message
     for signal_number in (None, signal.SIGTERM, signal.SIGKILL):
