@@ -53,17 +53,15 @@ def make_version_view(catalogue: Catalogue, name: str) -> shapes.VersionView:
     )  # fmt: skip
 
 
-def make_comparison_view(
-    first: str, second: str, folder: Path, catalogue: Catalogue
-) -> shapes.ComparisonView:
+def make_comparison_view(first: str, second: str, runs: Path, catalogue: Catalogue) -> shapes.ComparisonView:
     """Compare two models by their recorded evaluations; play no episodes. A name is a run, sft@step-40, a version, a
     model or the id of a record, never a path. Use the latest pair of records with the most similar conditions, or all
     entries of a suite; raise ValueError if there is no pair."""
-    records = [StoredRecord(*record) for record in read_all_records(folder)]
+    records = [StoredRecord(*record) for record in read_all_records(runs)]
     first_records, second_records = (_find_records(name, records, catalogue) for name in (first, second))
     pairs = [(a, b) for a in first_records for b in second_records if a.record.id != b.record.id]
     if not pairs:
-        command = f"tfactory compare {first} {second}{runs_option(folder)}"
+        command = f"tfactory compare {first} {second}{runs_option(runs)}"
         raise ValueError(f"no two recorded evaluations of {first} and {second}; run: {command}")
     matches = _find_similar(pairs)
     outcomes = [pair_up(a.record, b.record) for a, b in matches]
