@@ -123,7 +123,7 @@ def run(requests: int, rounds: int) -> list[dict[str, Any]]:
     chat = chat_format(loaded.tokenizer, stop_ids=loaded.stop_ids)
     sampler: Any = Scripted(chat.write(ANSWER, tools=[TOOL]), chat.stop_ids)
     server, bound = ChatServer("warm", ServedModel(chat, sampler, 4)), listen.bind("127.0.0.1", 0)
-    runner = listen.make_server(server.api().app)
+    runner = listen.make_server(server.make_api().app)
     thread = threading.Thread(target=runner.run, kwargs={"sockets": [bound]})
     thread.start()
     rows: list[dict[str, Any]] = []

@@ -61,7 +61,7 @@ class Forecaster:
             sampler_overlap=rates.sampler_overlap,
             learner_overlap=rates.learner_overlap,
         )
-        return StepModel(episodes, costs, GROUPS, size, SLOTS, max_staleness=bound).seconds()
+        return StepModel(episodes, costs, GROUPS, size, SLOTS, max_staleness=bound).estimate_seconds()
 
 
 def options(size: int, bound: int, steps: int = STEPS) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from TrainingFactory.config.problems import fields_by_key
+from TrainingFactory.config.problems import map_fields
 from TrainingFactory.config.schema import TrainingConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -326,7 +326,7 @@ def test_files_and_functions_are_short() -> None:
 
 
 def test_every_config_key_is_described_and_tested() -> None:
-    keys = fields_by_key(TrainingConfig)
+    keys = map_fields(TrainingConfig)
     # only an optional part of a section, such as training.branching, has keys of its own
     assert max(key.count(".") + 1 for key in keys) <= 3
     assert all(field.description for field in keys.values())

@@ -69,9 +69,9 @@ def compare(
         return status
     results = [comparison.compare(sides[0], side, weights) for side in sides[1:]]
     if html is not None:
-        from TrainingFactory.apps.reports.comparison_page import comparison_page
+        from TrainingFactory.apps.reports.comparison_page import make_comparison_page
 
-        show.write_page(html, comparison_page(sides, results))
+        show.write_page(html, make_comparison_page(sides, results))
     if as_json:
         print(json.dumps({"comparisons": [result.as_json() for result in results]}))
         return 0

@@ -10,7 +10,7 @@ from cyclopts import Parameter, validators
 
 from TrainingFactory.config import load_config
 from TrainingFactory.config.loading import key_value
-from TrainingFactory.config.names import full_key
+from TrainingFactory.config.names import expand_key
 
 RunName = Annotated[str, Parameter(help="Run name or folder.")]
 RunsFolder = Annotated[str, Parameter(name="--runs", help="Folder that contains the runs.")]
@@ -63,6 +63,6 @@ def storage_paths(overrides: Sequence[str]) -> tuple[str, str | None]:
 
     Both come from the `overrides` of the command, or from the config's defaults."""
     keys = ("logging.output_dir", "registry.path")
-    path_overrides = [option for option in overrides if full_key(option.partition("=")[0].strip()) in keys]
+    path_overrides = [option for option in overrides if expand_key(option.partition("=")[0].strip()) in keys]
     config = load_config(None, path_overrides)
     return config.logging.output_dir, config.registry.path

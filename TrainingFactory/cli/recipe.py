@@ -57,9 +57,9 @@ def recipe(
         for name in stages.runs:
             display.task = name
             stages.train(name, display)
-        for split in stages.splits(final):
+        for split in stages.choose_splits(final):
             stages.measure(split, display)
-    results = stages.results()
+    results = stages.write_results()
     if as_json:
         print(json.dumps(results, indent=1, ensure_ascii=False))
     else:

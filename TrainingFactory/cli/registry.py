@@ -78,7 +78,7 @@ def show_(
     Args:
         lineage: Also print the lineage: a tree from the base model through every training run.
     """
-    from TrainingFactory.apps.views.registry import version_view
+    from TrainingFactory.apps.views.registry import make_version_view
     from TrainingFactory.registry.card import format_title
     from TrainingFactory.registry.lineage import render_tree
 
@@ -86,7 +86,7 @@ def show_(
     entry = model_registry.get(version)
     evaluations, decisions = model_registry.evaluations(str(entry)), model_registry.decisions(entry.model)
     if as_json:
-        print(version_view(model_registry, version).model_dump_json())
+        print(make_version_view(model_registry, version).model_dump_json())
         return
     rows = [("version", str(entry)), ("aliases", ", ".join(entry.aliases)), ("source", _format_source(entry))]
     rows += [("registered", f"{entry.created} by {entry.who}"), ("digest", entry.digest)]
@@ -196,10 +196,10 @@ def promote(
     status = 0 if decision.promoted else REFUSED
     comparison = decision.comparison
     if html is not None:
-        from TrainingFactory.apps.reports.comparison_page import comparison_page
+        from TrainingFactory.apps.reports.comparison_page import make_comparison_page
 
         comparisons = [comparison] if comparison else []
-        show.write_page(html, comparison_page(decision.sides, comparisons, decision))
+        show.write_page(html, make_comparison_page(decision.sides, comparisons, decision))
     if as_json:
         decision_row = promotion.registry.decisions(promotion.version.model)[-1]
         print(json.dumps({"promoted": decision.promoted} | decision_row))

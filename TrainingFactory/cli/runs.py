@@ -106,7 +106,7 @@ def _print_plot(metrics: run_tables.MetricRows) -> None:
     if name is None:
         return
     rows = [row for row in metrics if name in row]
-    values, number_format = [row[name] for row in rows], run_tables.FORMATS[name]
+    values, number_format = [row[name] for row in rows], run_tables.METRIC_FORMATS[name]
     lines = plot(values)
     axis_labels = [
         number_format.format(max(values)),
@@ -154,7 +154,7 @@ def compare(*names: RunName, as_json: Json = False, runs_folder: RunsFolder = "r
         print(diff.model_dump_json())
         return
     histories = [run.metrics() for run in folders]
-    latest = [run_tables.latest_metrics(history) | run_tables.sum_usage(history) for history in histories]
+    latest = [run_tables.merge_metrics(history) | run_tables.sum_usage(history) for history in histories]
     formats = run_tables.select_metrics([row for history in histories for row in history])
     formats |= dict.fromkeys(
         (key for history in histories for key in run_tables.sum_usage(history)), "{:.6g}"
@@ -191,7 +191,7 @@ def episodes(
         show_tasks: Number of tasks, largest advantages first. Default: 1 on a terminal, all in an HTML page.
         html: Write an HTML page to this file instead of printing.
     """
-    from TrainingFactory.apps.reports.run_credit import credit_title, run_credit, select_episodes
+    from TrainingFactory.apps.reports.run_credit import make_credit_title, run_credit, select_episodes
     from TrainingFactory.apps.views.credit import group_credit
     from TrainingFactory.apps.views.index import MAX_ROWS, EpisodeIndex, Query
     from TrainingFactory.cli import credit as credit_printer
@@ -208,7 +208,7 @@ def episodes(
     groups = [group for group in credit.groups if task is None or group.task == task]
     max_groups = show_tasks or (1 if html is None and task is None else len(groups))
     selected_groups = select_episodes(credit, groups[:max_groups], best, worst)
-    title = credit_title(run, step)
+    title = make_credit_title(run, step)
     if html is not None:
         show.write_page(html, replace(credit, groups=selected_groups).page(title))
         return

@@ -47,7 +47,7 @@ def serve(
     """
     # Imported here because fastapi, uvicorn, torch and transformers take seconds: --help should appear at once.
     from TrainingFactory.apps.serving.follow import follow_alias
-    from TrainingFactory.apps.serving.served import serving_config
+    from TrainingFactory.apps.serving.served import make_serving_config
     from TrainingFactory.apps.serving.server import make_server
     from TrainingFactory.common.http import listen
     from TrainingFactory.resolve.model_names import find_model
@@ -60,13 +60,13 @@ def serve(
         )
     paths = storage_paths(overrides)
     resolved_model = find_model(model, *paths)
-    config = serving_config(resolved_model, overrides)
+    config = make_serving_config(resolved_model, overrides)
     api_key = listen.read_api_key(api_key_env)
     is_local = _check_host(host, api_key, "model")
     with listen.bind(host, port) as listener:
         version = None if resolved_model.version is None else str(resolved_model.version)
         server = make_server(config, name or model, queue, version, show.note)
-        app = server.api(api_key, is_local).app
+        app = server.make_api(api_key, is_local).app
         full_name = server.name if version in (None, server.name) else f"{server.name} ({version})"
         ready_text = f"serving {full_name} at {listen.format_url(listener)}/v1 (Ctrl-C stops)"
         follower = follow_alias(server, resolved_model, overrides, *paths, show.note)
@@ -106,7 +106,7 @@ def _serve_reward(path: str, overrides: Sequence[str], host: str, port: int, api
         raise ValueError(f"--reward serves a reward, not the model {models[0]}. Leave the model out.")
     service = RewardService(read_config(path, overrides), show.note)
     api_key = listen.read_api_key(api_key_env)
-    app = service.api(api_key, _check_host(host, api_key, "reward")).app
+    app = service.make_api(api_key, _check_host(host, api_key, "reward")).app
 
     async def run(serving: Coroutine[Any, Any, None], ready_text: str) -> None:
         async with contextlib.AsyncExitStack() as stack:

@@ -13,7 +13,7 @@ from yaml.composer import Composer
 
 from TrainingFactory.common.options import did_you_mean, nearest
 from TrainingFactory.common.starters import find_create_command
-from TrainingFactory.config.names import ALIASES, expand, full_key
+from TrainingFactory.config.names import ALIASES, expand, expand_key
 from TrainingFactory.config.problems import COMMAND_LINE, ConfigError, KeyLocations, Problem
 from TrainingFactory.config.schema import TrainingConfig
 
@@ -170,7 +170,7 @@ def _apply_override(
     if not separator or not name.strip():
         problems.append(Problem((), f"expected key=value, got {override!r}", location=COMMAND_LINE))
         return
-    key: Key = tuple(int(part) if part.isdecimal() else part for part in full_key(name.strip()).split("."))
+    key: Key = tuple(int(part) if part.isdecimal() else part for part in expand_key(name.strip()).split("."))
     try:
         value = yaml.load(value_text, ConfigLoader)  # a SafeLoader
     except yaml.YAMLError:

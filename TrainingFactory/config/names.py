@@ -47,7 +47,7 @@ WRONG_GUESSES = {
 SHORT_KEYS = {"model": "name", "environment": "environment_id", "reward": "type"}
 
 
-def full_key(key: str) -> str:
+def expand_key(key: str) -> str:
     """Resolve an alias: `environment_id` and `environment` are `environment.environment_id`."""
     return f"{key}.{SHORT_KEYS[key]}" if key in SHORT_KEYS else ALIASES.get(key, key)
 

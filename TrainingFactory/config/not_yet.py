@@ -23,6 +23,6 @@ def list_unimplemented(config: TrainingConfig) -> list[str]:
     return notices
 
 
-def changed_keys(config: TrainingConfig, section: str) -> list[str]:
+def list_changes(config: TrainingConfig, section: str) -> list[str]:
     """Return the keys of a section that differ from their defaults (a run's config sets all keys explicitly)."""
     return [f"{section}.{key}" for key in getattr(config, section).model_dump(exclude_defaults=True)]

@@ -80,12 +80,12 @@ def dotted(key: Iterable[str | int]) -> str:
     return ".".join(str(part) for part in key)
 
 
-def fields_by_key(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
+def map_fields(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
     """Return the field of every dotted key, without an index for keys of list entries."""
     fields: dict[str, Any] = {}
     for name, field_info in model.model_fields.items():
         section = find_section(field_info.annotation)
-        fields |= fields_by_key(section, f"{prefix}{name}.") if section else {prefix + name: field_info}
+        fields |= map_fields(section, f"{prefix}{name}.") if section else {prefix + name: field_info}
     return fields
 
 
@@ -122,8 +122,8 @@ def _explain_error(details: ErrorDetails, root: type[BaseModel]) -> Problem:
 
 def _find_algorithm_option(value: Any, root: type[BaseModel]) -> str | None:
     """Return the option that selects the algorithm `value`, if it is a variant of another one: dpo.loss_kind=orpo."""
-    algorithms = get_args(fields_by_key(root)["training.algorithm"].annotation)
-    for full_key, field_info in fields_by_key(root).items():
+    algorithms = get_args(map_fields(root)["training.algorithm"].annotation)
+    for full_key, field_info in map_fields(root).items():
         if full_key.partition(".")[0] in algorithms and value in get_args(field_info.annotation):
             return f"{full_key}={value}"
     return None
@@ -145,6 +145,6 @@ def _find_closest_key(key: tuple[str | int, ...], root: type[BaseModel]) -> str 
     aliases = [name for section, _, name in split_aliases if section == dotted(parents)]
     if sibling := nearest(str(unknown_key), [*siblings, *aliases]):
         return dotted([*parents, sibling])
-    keys_by_name = {full_key.rsplit(".", 1)[-1]: full_key for full_key in fields_by_key(root)}
+    keys_by_name = {full_key.rsplit(".", 1)[-1]: full_key for full_key in map_fields(root)}
     name = nearest(str(unknown_key), keys_by_name, cutoff=0.8)
     return keys_by_name[name] if name else None

@@ -12,7 +12,7 @@ from typing import Any
 from TrainingFactory.assembly.named_files import changed_files
 from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.config.loading import key_value
-from TrainingFactory.config.names import full_key
+from TrainingFactory.config.names import expand_key
 from TrainingFactory.evaluation import evaluation as evaluations
 from TrainingFactory.evaluation.evaluation import Evaluation
 from TrainingFactory.evaluation.identity import identify_model, make_conditions
@@ -159,7 +159,7 @@ def ask(
 
 def _get_option_key(option: str) -> str:
     """Return the full config key of a key=value option."""
-    return full_key(option.partition("=")[0].strip())
+    return expand_key(option.partition("=")[0].strip())
 
 
 def _make_request(model: ResolvedModel, config: TrainingConfig, registry_file: Path) -> EvaluationRequest:

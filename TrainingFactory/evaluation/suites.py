@@ -12,7 +12,7 @@ from TrainingFactory.assembly.named_files import with_files_beside
 from TrainingFactory.common.options import Count, Positive, Text, ZeroOrMore, did_you_mean, nearest
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.loading import Key, read_yaml
-from TrainingFactory.config.names import full_key
+from TrainingFactory.config.names import expand_key
 from TrainingFactory.config.problems import KeyLocations, Problem, list_problems
 from TrainingFactory.config.schema import RewardSection, SamplingSection, ToolEntry
 from TrainingFactory.config.section import PathText, Section
@@ -148,7 +148,7 @@ def _find_problems(suite: Suite) -> list[Problem]:
 
 def check_overrides(overrides: Sequence[str]) -> None:
     """Raise ValueError if an override would change the conditions of a suite."""
-    keys = [full_key(option.partition("=")[0].strip()) for option in overrides]
+    keys = [expand_key(option.partition("=")[0].strip()) for option in overrides]
     if invalid_keys := [key for key in keys if not key.startswith(MODEL_KEYS)]:
         raise ValueError(
             f"cannot set {', '.join(invalid_keys)} with --suite: the suite's entries define it. Only model.*, "

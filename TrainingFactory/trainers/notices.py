@@ -8,7 +8,7 @@ from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.assembly.learner import importance_cap
 from TrainingFactory.cluster.launcher import find_launched_process
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.config.not_yet import changed_keys, list_unimplemented
+from TrainingFactory.config.not_yet import list_changes, list_unimplemented
 from TrainingFactory.rewards.rules.code import ToolRule
 from TrainingFactory.rewards.rules.tool_verified import make_rule_or_verifier
 
@@ -29,12 +29,12 @@ def list_unused_options(
     training, name = config.training, config.training.algorithm
     kind = KINDS[name]
     lines = [
-        (changed_keys(config, other_name), f"options of {other_name}, but this run trains with {name}")
+        (list_changes(config, other_name), f"options of {other_name}, but this run trains with {name}")
         for other_name in KINDS
         if other_name != name
     ]
     if not kind.samples:
-        group_keys = [key for key in changed_keys(config, "training") if key == "training.group_size"]
+        group_keys = [key for key in list_changes(config, "training") if key == "training.group_size"]
         lines.append((group_keys, f"{name} samples no groups of episodes"))
         environment = config.environment
         has_episodes = (
@@ -45,43 +45,43 @@ def list_unused_options(
         if not (has_episodes and training.eval_every is not None):
             uses_expert = kind.accepts_demonstrations and config.data.dataset is None
             used_keys = {"sampling.max_reply_tokens"} if uses_expert else set()
-            sampling_keys = [key for key in changed_keys(config, "sampling") if key not in used_keys]
+            sampling_keys = [key for key in list_changes(config, "sampling") if key not in used_keys]
             if not uses_expert:
                 sampling_keys += [
-                    key for key in changed_keys(config, "environment") if key == "environment.num_workers"
+                    key for key in list_changes(config, "environment") if key == "environment.num_workers"
                 ]
             lines.append((sampling_keys, f"{name} samples only with an environment and training.eval_every"))
-    async_keys = [key for key in changed_keys(config, "optimization") if key.split(".")[1] in ASYNC_KEYS]
+    async_keys = [key for key in list_changes(config, "optimization") if key.split(".")[1] in ASYNC_KEYS]
     if not kind.samples:
         lines.append((async_keys, f"{name} does not train on sampled episodes"))
     elif not config.optimization.async_rollout:
         lines.append((async_keys, "only used with optimization.async_rollout=true"))
     if importance_cap(config) is None:
         option_keys = [
-            key for key in changed_keys(config, "optimization") if "importance" in key or "mismatch" in key
+            key for key in list_changes(config, "optimization") if "importance" in key or "mismatch" in key
         ]
         reason = "the learner itself samples, so no correction is applied without optimization.importance_cap"
         lines.append((option_keys, reason if kind.samples else f"{name} does not train on sampled episodes"))
     if config.compute.backend != "ray":
         local_keys = {f"compute.{key}" for key in ("allocation_id", "start_timeout", "learners", "num_gpus")}
-        ray_keys = [key for key in changed_keys(config, "compute") if key not in local_keys]
+        ray_keys = [key for key in list_changes(config, "compute") if key not in local_keys]
         lines.append((ray_keys, "only used with compute.backend=ray"))
         remote_keys = [f"tools.{number}.remote" for number, tool in enumerate(config.tools) if tool.remote]
         lines.append((remote_keys, "without compute.backend=ray tools run in the run's process"))
     if config.compute.learners == 1 or (config.compute.learners is None and find_launched_process() is None):
         offload_keys = [
-            key for key in changed_keys(config, "optimization") if key == "optimization.offload_reference"
+            key for key in list_changes(config, "optimization") if key == "optimization.offload_reference"
         ]
         lines.append((offload_keys, "only used with several learners (compute.learners)"))
     if training.eval_every is None:
-        heldout_keys = [key for key in changed_keys(config, "data") if key.startswith("data.heldout")]
+        heldout_keys = [key for key in list_changes(config, "data") if key.startswith("data.heldout")]
         heldout_keys += ["heldout"] if has_heldout else []
         lines.append((heldout_keys, "nothing is evaluated without training.eval_every"))
     if config.model.adapter is not None:
-        shape_keys = [key for key in changed_keys(config, "lora") if key != "lora.enabled"]
+        shape_keys = [key for key in list_changes(config, "lora") if key != "lora.enabled"]
         lines.append((shape_keys, "model.adapter keeps the shape that it was trained with"))
     elif not config.lora.enabled:
-        lines.append((changed_keys(config, "lora"), "there is no adapter without lora.enabled=true"))
+        lines.append((list_changes(config, "lora"), "there is no adapter without lora.enabled=true"))
     lines += _list_branching_notices(config)
     return [f"{', '.join(option_keys)}: {text}" for option_keys, text in lines if option_keys]
 

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from TrainingFactory.apps.serving.served import serving_config
+from TrainingFactory.apps.serving.served import make_serving_config
 from TrainingFactory.assembly.environment import make_environment
 from TrainingFactory.assembly.rewards import check_group_size, make_reward, open_reward
 from TrainingFactory.assembly.run_tools import RunTools
@@ -243,7 +243,7 @@ def _make_result_view(result: ToolResult) -> JobArguments:
 
 def config_of(arguments: JobArguments) -> TrainingConfig:
     """Return the config of a conversation: the model's own, with the chosen environment, tools and reward."""
-    config = serving_config(find_model(arguments["model"], arguments["runs"]))
+    config = make_serving_config(find_model(arguments["model"], arguments["runs"]))
     prefix, _, name = (arguments["environment"] or "").partition(":")
     changes: JobArguments = {"logging": config.logging.model_copy(update={"output_dir": arguments["runs"]})}
     if prefix == "environment":

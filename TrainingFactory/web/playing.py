@@ -9,8 +9,8 @@ from collections.abc import Callable, Coroutine
 from functools import lru_cache
 from typing import Any
 
-from TrainingFactory.apps.serving.served import load_served_model, serving_config
-from TrainingFactory.apps.views.episodes import episode_view
+from TrainingFactory.apps.serving.served import load_served_model, make_serving_config
+from TrainingFactory.apps.views.episodes import make_episode_view
 from TrainingFactory.common.openai_format import message_from_dict, message_to_dict, spec_to_dict
 from TrainingFactory.data.ranking import sum_rewards
 from TrainingFactory.resolve.model_names import find_model
@@ -68,8 +68,8 @@ async def say(arguments: JobArguments, tell: ProgressCallback) -> JobArguments:
     # `anew`: the environment was restarted. `unscored`: why scoring failed.
     return {
         "messages": [message_to_dict(message) for message in history[len(messages) :]],
-        "turns": [turn.model_dump(mode="json") for turn in episode_view(trajectory, 0).turns], "anew": was_restarted,
-        "status": "stopped" if was_stopped else trajectory.status, "error": trajectory.error,
+        "turns": [turn.model_dump(mode="json") for turn in make_episode_view(trajectory, 0).turns],
+        "anew": was_restarted, "status": "stopped" if was_stopped else trajectory.status, "error": trajectory.error,
         "reward": None if reward is None else sum_rewards(reward), "unscored": unscored_reason,
     } | about_model  # fmt: skip
 
@@ -88,7 +88,7 @@ async def _open_conversation(arguments: JobArguments) -> PlayConversation:
 async def _make_conversation(arguments: JobArguments) -> PlayConversation:
     if arguments["spending"] is not None:
         return EndpointConversation(arguments)
-    config = serving_config(find_model(arguments["model"], arguments["runs"]), ["sampling.slots=4"])
+    config = make_serving_config(find_model(arguments["model"], arguments["runs"]), ["sampling.slots=4"])
     # A process has one model, so an earlier conversation has it loaded.
     models = [opened.served for opened in _conversations.values() if isinstance(opened, LocalConversation)]
     served_model = models[0] if models else await asyncio.to_thread(load_served_model, config)

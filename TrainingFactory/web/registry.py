@@ -51,11 +51,11 @@ class RegistryRoutes:
 
     def version(self, name: str, number: int) -> shapes.VersionView:
         """Show a version with its lineage, evaluations and promotion decisions."""
-        return views.version_view(self._catalogue, f"{name}:{number}")
+        return views.make_version_view(self._catalogue, f"{name}:{number}")
 
     def compare(self, first: str, second: str) -> shapes.ComparisonView:
         """Compare two models or runs by their recorded evaluations."""
-        return views.comparison_view(first, second, self._runs, self._catalogue)
+        return views.make_comparison_view(first, second, self._runs, self._catalogue)
 
     def suites(self) -> SuiteList:
         """List the suites with a gate in the server's working directory and its `suites/` folder."""

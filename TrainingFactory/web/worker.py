@@ -70,7 +70,7 @@ def doctor(arguments: dict[str, Any], report: ProgressCallback) -> dict[str, Any
 
 def sample(arguments: dict[str, Any], report: ProgressCallback) -> dict[str, Any]:
     """Play two episodes of a config without saving them."""
-    from TrainingFactory.apps.views.episodes import episode_view
+    from TrainingFactory.apps.views.episodes import make_episode_view
     from TrainingFactory.evaluation.rollouts import Rollouts
 
     config, notes = read_draft(Draft(yaml=arguments["yaml"])), list[str]()
@@ -78,7 +78,7 @@ def sample(arguments: dict[str, Any], report: ProgressCallback) -> dict[str, Any
     with tempfile.TemporaryDirectory(prefix="tfactory-sample-") as folder:
         rollouts = Rollouts(config, Path(folder) / "episodes.jsonl", notify=notes.append)
         episodes = rollouts.run(ProgressWatcher(report).episode).trajectories
-    views = [episode_view(episode, number) for number, episode in enumerate(episodes, 1)]
+    views = [make_episode_view(episode, number) for number, episode in enumerate(episodes, 1)]
     return {"episodes": [episode.model_dump(mode="json") for episode in views], "notes": notes}
 
 

@@ -73,7 +73,7 @@ def test_the_report(folder: Path) -> None:
 
 
 def test_new_kinds_of_rows_are_announced_where_the_loss_jumps(folder: Path) -> None:
-    stages = LESSONS.stages(batch_size=6)
+    stages = LESSONS.describe_stages(batch_size=6)
     assert [*stages] == [1, 2, 3]
     lines = list[str]()
 

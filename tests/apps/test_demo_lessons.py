@@ -80,7 +80,9 @@ def test_drills_come_first_then_demonstrations_without_their_system_part(tmp_pat
 
 @pytest.mark.parametrize("name", sorted(LESSONS.keys() - {"screen"}))  # whose drills are pictures
 def test_drills_are_copies_in_other_tokens(name: str, tmp_path: Path) -> None:
-    lessons = Lessons(LESSONS[name].drill, num_drills=20, num_short=0, num_dialogues=0, num_demonstrations=1)
+    lessons = Lessons(
+        LESSONS[name].make_drill, num_drills=20, num_short=0, num_dialogues=0, num_demonstrations=1
+    )
     for row in rows(tmp_path / "rows.jsonl", lessons):
         given, _, written = TOKENIZER.decode(row.token_ids).partition("<|im_end|>\n<|im_start|>assistant\n")
         words = written.removesuffix("<|im_end|>").split()

@@ -13,9 +13,15 @@ from typing import Any
 import pytest
 
 from tests.kits.judge import Said, judging
-from TrainingFactory.apps.judge_audit.audit import ATTACKS, audit
+from TrainingFactory.apps.judge_audit.audit import INJECTIONS, audit
 from TrainingFactory.apps.judge_audit.gold import GoldItem, load_gold
-from TrainingFactory.apps.judge_audit.metrics import accuracy, compute_ranks, kappa, pearson, spearman
+from TrainingFactory.apps.judge_audit.metrics import (
+    compute_accuracy,
+    compute_kappa,
+    compute_pearson,
+    compute_ranks,
+    compute_spearman,
+)
 from TrainingFactory.apps.judge_audit.report import Audit, verdict_of
 from TrainingFactory.rewards.judge.model_judge import ModelJudge, model_judge
 from TrainingFactory.rewards.judge.prompts import PAIR_TEMPLATE, JudgePrompt
@@ -27,15 +33,15 @@ def test_metrics_by_hand():
     # 20 yes-yes, 5 yes-no, 10 no-yes, 15 no-no: 0.7 agreed, 0.5 by chance (25*30 + 25*20 of 2500), so 0.4
     given = [True] * 25 + [False] * 25
     right = [True] * 20 + [False] * 5 + [True] * 10 + [False] * 15
-    assert accuracy(given, right) == 0.7 and kappa(given, right) == pytest.approx(0.4)
-    assert kappa([True, True], [True, True]) is None and kappa([], []) is None
+    assert compute_accuracy(given, right) == 0.7 and compute_kappa(given, right) == pytest.approx(0.4)
+    assert compute_kappa([True, True], [True, True]) is None and compute_kappa([], []) is None
     # deviations -1.5 -.5 .5 1.5 and -2 0 1 1: 5 / sqrt(5 * 6)
-    assert pearson([1, 2, 3, 4], [1, 3, 4, 4]) == pytest.approx(5 / 30**0.5)
-    assert pearson([1, 2], [3, 3]) is None and pearson([1], [1]) is None
+    assert compute_pearson([1, 2, 3, 4], [1, 3, 4, 4]) == pytest.approx(5 / 30**0.5)
+    assert compute_pearson([1, 2], [3, 3]) is None and compute_pearson([1], [1]) is None
     assert compute_ranks([10, 30, 20, 30]) == [1, 3.5, 2, 3.5]
     # compute_ranks 1 2 3 4 and 1 2 3.5 3.5: 4.5 / sqrt(5 * 4.5)
-    assert spearman([1, 20, 300, 4000], [1, 3, 4, 4]) == pytest.approx(4.5 / 22.5**0.5)
-    assert spearman([1, 2, 3], [9, 4, 1]) == pytest.approx(-1)
+    assert compute_spearman([1, 20, 300, 4000], [1, 3, 4, 4]) == pytest.approx(4.5 / 22.5**0.5)
+    assert compute_spearman([1, 2, 3], [9, 4, 1]) == pytest.approx(-1)
 
 
 def single(**options: Any) -> ModelJudge:
@@ -140,7 +146,7 @@ def test_every_known_text_is_tried(tmp_path: Path):
 
     audited(tmp_path, watched, ROWS)
     appended = [text.split(maxsplit=2)[2] for text in seen if len(text.split()) > 2]
-    assert len(appended) == len(ROWS) and len(set(appended)) == len(ATTACKS)
+    assert len(appended) == len(ROWS) and len(set(appended)) == len(INJECTIONS)
 
 
 def test_pairs_are_judged_by_the_same_prompt(tmp_path: Path):
@@ -193,7 +199,7 @@ def test_biases_are_measured(tmp_path: Path):
     found = audited(tmp_path, by_place, rows + PAIRS, repeats=1)
     assert (found.swap_flips, found.first_share, found.pair_accuracy) == (1, 1, 0)
     lengths = list(range(20, 140, 10))
-    by_hand = pearson([min(10, size // 10) / 10 - 0.5 for size in lengths], lengths)
+    by_hand = compute_pearson([min(10, size // 10) / 10 - 0.5 for size in lengths], lengths)
     assert by_hand is not None and by_hand > 0.9 and found.length_bias == pytest.approx(by_hand)
     assert found.consistency is None and found.pearson is None  # one repeat; gold scores that never vary
     assert "longer answers are overrated" in verdict_of(found)

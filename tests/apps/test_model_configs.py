@@ -78,7 +78,7 @@ def test_plan_and_forecast_of_a_mixture_of_experts() -> None:
     facts = forecast(config, None, "h200").facts
     assert "30,532,122,624 weights, 3,3" in facts["model"]
     planner = RunPlanner(config, 8, "h200", None)
-    moe, dense = planner.costs(1, 8.0), RunPlanner(config, 8, "h200", "32B").costs(1, 8.0)
+    moe, dense = planner.estimate_costs(1, 8.0), RunPlanner(config, 8, "h200", "32B").estimate_costs(1, 8.0)
     assert moe.compute < dense.compute / 8  # a token passes a tenth of the weights
     assert moe.read * planner.width == pytest.approx(
         dense.read * RunPlanner(config, 8, "h200", "32B").width * 30.53 / 32.76, rel=0.02
@@ -136,9 +136,9 @@ def test_plan_and_forecast_of_a_hybrid() -> None:
     shape = find_shape("qwen3.5-9b", None)
     full_attention = shape._replace(layer_types=(), recurrent=RecurrentSizes())
     planner = RunPlanner(config, 8, rates=["prompt_tokens=20000"])
-    hybrid = planner.costs(1, 8.0)
+    hybrid = planner.estimate_costs(1, 8.0)
     planner.shape = full_attention
-    dense = planner.costs(1, 8.0)
+    dense = planner.estimate_costs(1, 8.0)
     assert hybrid.prompts < 0.8 * dense.prompts and hybrid.update < 0.8 * dense.update
     assert hybrid.row < 0.5 * dense.row  # reads the keys of 8 layers and 24 states, not the keys of 32
     facts = forecast(config, None, "h200").facts

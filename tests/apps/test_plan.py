@@ -12,7 +12,7 @@ import pytest
 
 from TrainingFactory.apps.plan.planning import RunPlanner
 from TrainingFactory.apps.plan.shapes import (
-    DIMENSIONS,
+    DENSE_MODEL_KEYS,
     FIGURES,
     ModelShape,
     find_shape,
@@ -51,7 +51,7 @@ def test_a_synchronous_step_adds_up_what_each_part_takes() -> None:
     # 200 tokens at 10 ms, a call of 3 s, a reward of 0.5 s, 5 + 1 + 2 + 0.25 s for the learner
     costs = Costs(launch=0.01, update=5.0, write=1.0, load=2.0, record=0.25)
     model = StepModel(equal(2, 200, 3.0, 0.5), costs, groups=5, group_size=2, slots=64)
-    assert model.seconds() == pytest.approx(2.0 + 3.0 + 0.5 + 5.0 + 1.0 + 2.0 + 0.25)
+    assert model.estimate_seconds() == pytest.approx(2.0 + 3.0 + 0.5 + 5.0 + 1.0 + 2.0 + 0.25)
     assert model.count == 10
 
 
@@ -59,40 +59,40 @@ def test_rows_share_a_sampler_prompts_hold_them_up_and_slots_make_waves() -> Non
     # A decode step of n rows takes n ms; the prompts of an episode take 0.2 s, in which no row of its sampler goes on.
     costs = Costs(row=1e-3, prompts=0.2)
     six = StepModel(equal(1, 100), costs, groups=3, group_size=2, slots=64)
-    assert six.seconds() == pytest.approx(6 * 0.1 + 6 * 0.2)
-    assert replace(six, samplers=3).seconds() == pytest.approx(2 * 0.1 + 2 * 0.2)
+    assert six.estimate_seconds() == pytest.approx(6 * 0.1 + 6 * 0.2)
+    assert replace(six, samplers=3).estimate_seconds() == pytest.approx(2 * 0.1 + 2 * 0.2)
     # With two slots the six episodes run in three waves of two.
-    assert replace(six, slots=2).seconds() == pytest.approx(3 * (2 * 0.1 + 2 * 0.2))
+    assert replace(six, slots=2).estimate_seconds() == pytest.approx(3 * (2 * 0.1 + 2 * 0.2))
 
 
 def test_rows_that_wait_for_tools_do_not_slow_down_the_others() -> None:
     # 10 rows decode a tenth of the time, so about one at a time: 1 s + 9 s, not 10 s + 9 s.
     model = StepModel(equal(2, 1000, 9.0), Costs(row=1e-3), groups=5, group_size=2, slots=64)
-    assert model.seconds() == pytest.approx(10.0, rel=0.1)
+    assert model.estimate_seconds() == pytest.approx(10.0, rel=0.1)
 
 
 @pytest.mark.parametrize(("update", "expected"), [(4.0, 4.0), (0.5, 1.75)])
 def test_ahead_the_slower_of_sampling_and_learning_counts(update: float, expected: float) -> None:
     # 3 s of sampling; with max_staleness 1 the episodes of a step begin one step before it.
     model = StepModel(equal(1, 100, 2.0), Costs(launch=0.01, update=update), 5, 2, 64, max_staleness=1)
-    assert model.seconds() == pytest.approx(expected)
-    assert replace(model, max_staleness=0).seconds() == pytest.approx(3.0 + update)
+    assert model.estimate_seconds() == pytest.approx(expected)
+    assert replace(model, max_staleness=0).estimate_seconds() == pytest.approx(3.0 + update)
 
 
 def test_one_device_for_both_is_slower_while_both_work() -> None:
     apart = Costs(launch=0.01, update=1.0)
     shared = apart._replace(sampler_overlap=0.5, learner_overlap=0.5)
     model = StepModel(equal(1, 100), apart, 1, 1, slots=1, max_staleness=1)
-    assert model.seconds() == pytest.approx(1.0)
-    assert replace(model, costs=shared).seconds() == pytest.approx(2.0)
+    assert model.estimate_seconds() == pytest.approx(1.0)
+    assert replace(model, costs=shared).estimate_seconds() == pytest.approx(2.0)
     # A learner at a quarter of its speed has three quarters left after the second of sampling.
     uneven = apart._replace(sampler_overlap=1.0, learner_overlap=0.25)
-    assert replace(model, costs=uneven).seconds() == pytest.approx(1.75)
+    assert replace(model, costs=uneven).estimate_seconds() == pytest.approx(1.75)
 
 
 def test_sampling_stops_while_weights_are_loaded() -> None:
     model = StepModel(equal(1, 100), Costs(launch=0.01, update=0.5, load=4.0), 1, 1, 1, max_staleness=1)
-    assert model.seconds() == pytest.approx(5.0)
+    assert model.estimate_seconds() == pytest.approx(5.0)
 
 
 def test_the_expected_maximum_is_that_of_order_statistics() -> None:
@@ -109,34 +109,34 @@ def test_a_step_waits_for_its_longest_episode_and_a_bound_helps() -> None:
     figures["turn_tokens"] = parse_distribution("20")
     slow = draw_workload(figures, 8, 99)
     model = StepModel(slow, Costs(launch=0.01, update=1.0), 8, 8, 999)
-    ahead = [replace(model, max_staleness=n).seconds() for n in (0, 1, 2)]
+    ahead = [replace(model, max_staleness=n).estimate_seconds() for n in (0, 1, 2)]
     assert ahead[0] > ahead[1] > ahead[2]
     steady = draw_workload(figures | {"tool_seconds": parse_distribution("1")}, 8, 99)
-    constant = replace(model, episodes=steady).seconds()
+    constant = replace(model, episodes=steady).estimate_seconds()
     assert constant == pytest.approx(4 * 0.2 + 3.0 + 1.0) and ahead[0] > 2 * constant
 
 
 def test_groups_with_equal_rewards_are_sampled_again() -> None:
     # One group, half of the attempts teach, at most one further attempt: 1.5 attempts of 1 s.
     model = StepModel(equal(1, 100, taught_share=0.5), Costs(launch=0.01), 1, 1, 8, refill=1)
-    assert model.seconds() == pytest.approx(1.5) and model.count == 1.5
+    assert model.estimate_seconds() == pytest.approx(1.5) and model.count == 1.5
     # Of 50 groups some need the second round for certain.
     many = replace(model, groups=50, slots=999)
-    assert many.seconds() == pytest.approx(2.0)
+    assert many.estimate_seconds() == pytest.approx(2.0)
 
 
 def test_evaluations_and_checkpoints_count_by_the_steps_between_them() -> None:
     given = {"rates": ["disk_gbs=0.1", "tool_seconds=10", "turns=2"], "size": "0.6B"}
     config = TrainingConfig(**SMALL, logging={"checkpoint_every": 1000})
-    plain = RunPlanner(config, 2, **given).step(1, 64, 0)
+    plain = RunPlanner(config, 2, **given).time_step(1, 64, 0)
     saved = TrainingConfig(**SMALL, logging={"checkpoint_every": 10})
     written = 14 * find_shape("", "0.6B").params / 1e8  # seconds
-    assert RunPlanner(saved, 2, **given).step(1, 64, 0) - plain == pytest.approx(
+    assert RunPlanner(saved, 2, **given).time_step(1, 64, 0) - plain == pytest.approx(
         written * (1 / 10 - 1 / 1000)
     )
     played = {"batch_size": 2, "group_size": 2, "token_budget": 4096, "eval_every": 5}
     evaluated = config.model_copy(update={"training": config.training.model_copy(update=played)})
-    more = RunPlanner(evaluated, 2, **given).step(1, 64, 0) - plain
+    more = RunPlanner(evaluated, 2, **given).time_step(1, 64, 0) - plain
     assert 10 / 5 < more < 14 / 5  # the tool's seconds, and some for the tokens
     assert RunPlanner(evaluated, 2, **given).plan(1)["step_seconds_without"]["evaluations"] == pytest.approx(
         plain
@@ -209,11 +209,11 @@ def test_figures_give_back_what_they_were_measured_by(engine: str, rates: dict[i
         planner = RunPlanner(with_training(config, training), 1, size="0.6B", rates=own)
         alone = planner.make_model(1, 256, 0)
         costs = alone.costs._replace(update=0.0, write=0.0, load=0.0, checkpoint=0.0)
-        assert rows * 128 / replace(alone, costs=costs).seconds() == pytest.approx(rate, rel=0.03)
+        assert rows * 128 / replace(alone, costs=costs).estimate_seconds() == pytest.approx(rate, rel=0.03)
     own = ["turns=1", "prompt_tokens=768", "turn_tokens=256"]
     trained = with_training(config, {"batch_size": 16, "group_size": 8})
     passes = 4 / 3 if engine == "vllm" else 1.0  # log-probs of its own weights first
-    update = RunPlanner(trained, 1, size="0.6B", rates=own).costs(1, 8).update
+    update = RunPlanner(trained, 1, size="0.6B", rates=own).estimate_costs(1, 8).update
     assert 131_072 * passes / update == pytest.approx(225_000, rel=0.01)
 
 
@@ -343,7 +343,7 @@ def test_mistakes_are_named(given: dict[str, object], words: list[str]) -> None:
 
 
 def test_models_that_cannot_be_planned_are_named(tmp_path: Path) -> None:
-    shape = dict(zip(DIMENSIONS, (2, 8, 16, 2, 1, 4, 100, True), strict=True)) | {"num_experts": 8}
+    shape = dict(zip(DENSE_MODEL_KEYS, (2, 8, 16, 2, 1, 4, 100, True), strict=True)) | {"num_experts": 8}
     (tmp_path / "config.json").write_text(json.dumps(shape), encoding="utf-8")
     with pytest.raises(ValueError, match="experts but no model_type"):
         find_shape(str(tmp_path), None)

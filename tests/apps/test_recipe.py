@@ -190,7 +190,7 @@ def test_recipe_with_generated_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for name in recipe.runs:
         recipe.train(name, Quiet())
     recipe.measure("dev", Quiet())
-    results = recipe.results()
+    results = recipe.write_results()
     assert results["data"]["rows"] == {"tasks": 8, "dev": 4, "test": 4} and [*results["runs"]] == [
         "sft",
         "grpo",

@@ -18,8 +18,8 @@ import pytest
 from tests.kits.serve import CHAT, events, joined, live, post, user
 from tests.kits.waiting import HANG, wait_until
 from TrainingFactory.apps.serving import follow
-from TrainingFactory.apps.serving.follow import follow_alias, needed_bytes
-from TrainingFactory.apps.serving.served import load_served_model, serving_config
+from TrainingFactory.apps.serving.follow import estimate_needed_bytes, follow_alias
+from TrainingFactory.apps.serving.served import load_served_model, make_serving_config
 from TrainingFactory.apps.serving.server import ChatServer, make_server
 from TrainingFactory.cli.serve import serve
 from TrainingFactory.common.http import listen
@@ -58,7 +58,7 @@ def served(
     registry: ModelRegistry, name: str = "agent@champion", said: list[str] | None = None
 ) -> Iterator[tuple[ChatServer, httpx.Client]]:
     found = find_model(name, registry.runs)
-    server = make_server(serving_config(found, OPTIONS), name, version=str(found.version))
+    server = make_server(make_serving_config(found, OPTIONS), name, version=str(found.version))
     notify = ([] if said is None else said).append
     with live(server) as client, follow_alias(server, found, OPTIONS, registry.runs, notify=notify):
         yield server, client
@@ -116,8 +116,8 @@ def test_without_memory_for_both_the_old_one_goes_on(
         weights = sum(each.nbytes for each in server.model.model.parameters())
         shape = server.model.model.config
         cache = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * 4 * 3 * 200
-        config = serving_config(find_model("agent:2", registry.runs), OPTIONS)
-        needed = needed_bytes(config, server.model)
+        config = make_serving_config(find_model("agent:2", registry.runs), OPTIONS)
+        needed = estimate_needed_bytes(config, server.model)
         assert weights + cache <= needed <= 1.5 * weights + cache  # a head that is stored twice
         monkeypatch.setattr(follow, "free_bytes", lambda device: needed - 3 * 2**20)
         registry.set_alias("agent:2", "champion")
@@ -195,9 +195,11 @@ def test_a_version_and_a_folder_follow_nothing(registry: ModelRegistry, models: 
     for name in ("agent:1", "agent", str(models[0])):
         found = find_model(name, registry.runs)
         server = ChatServer(
-            name, load_served_model(serving_config(found, OPTIONS), found.version and str(found.version))
+            name, load_served_model(make_serving_config(found, OPTIONS), found.version and str(found.version))
         )
         with follow_alias(server, found, OPTIONS, registry.runs):
             assert threading.active_count() == before and server.follows is None
-            assert server.health().get("version") == {"agent:1": "agent:1", "agent": "agent:2"}.get(name)
+            assert server.report_health().get("version") == {"agent:1": "agent:1", "agent": "agent:2"}.get(
+                name
+            )
         server.close()

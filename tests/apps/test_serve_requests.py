@@ -26,7 +26,7 @@ from tests.kits.serve import (
     user,
 )
 from tests.kits.waiting import HANG, wait_until
-from TrainingFactory.apps.serving.served import serving_config
+from TrainingFactory.apps.serving.served import make_serving_config
 from TrainingFactory.common.http import api, listen
 from TrainingFactory.resolve.model_names import find_model
 
@@ -244,7 +244,7 @@ def test_what_cannot_be_served_is_told(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(ValueError, match="no-such-host"):
         listen.bind("no-such-host.invalid", 1)
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "builtin:tiny"}')
-    config = serving_config(find_model(str(tmp_path), tmp_path))
+    config = make_serving_config(find_model(str(tmp_path), tmp_path))
     assert (config.model.name, config.model.adapter) == ("builtin:tiny", str(tmp_path))
 
 

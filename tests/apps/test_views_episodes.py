@@ -13,7 +13,7 @@ import pytest
 from tests.kits.cli import Run
 from TrainingFactory.apps.views import index as indexing
 from TrainingFactory.apps.views.credit import group_credit
-from TrainingFactory.apps.views.episodes import contains_text, episode_view, read_row
+from TrainingFactory.apps.views.episodes import contains_text, make_episode_view, read_row
 from TrainingFactory.apps.views.index import EpisodeIndex, Query
 from TrainingFactory.apps.views.shapes import EpisodePage
 from TrainingFactory.data.trajectories import load_trajectories, save_trajectories, trajectory_to_dict
@@ -187,7 +187,7 @@ def test_a_run_that_is_rewound_is_read_anew(run: RunFolder) -> None:
 def test_a_part_of_an_episode_that_is_missing_hides_no_other(run: RunFolder) -> None:
     row = trajectory_to_dict(episode(1))
     del row["prompt"]
-    view = episode_view(json.dumps(row).encode(), 1)
+    view = make_episode_view(json.dumps(row).encode(), 1)
     assert (
         view.turns and view.task["id"] == row["task"]["id"] and "'prompt' is missing" in (view.problem or "")
     )
@@ -233,7 +233,7 @@ def test_an_episode_in_full(run: RunFolder) -> None:
     assert (view.turns[1].finish, view.turns[1].policy_version) == ("length", 3)
     assert [turn.step_reward for turn in EpisodeIndex(run).episode(2).turns] == [0.25, 0.5]
     assert view.task["answer"] == "Oslo" and view.prompt == [{"role": "user", "content": "Where?"}]
-    assert episode_view(episode(9), 10) == view  # of one that is in no file
+    assert make_episode_view(episode(9), 10) == view  # of one that is in no file
 
 
 def test_hostile_text_stays_text(tmp_path: Path) -> None:

@@ -12,7 +12,12 @@ from tests.kits.cli import Run
 from tests.kits.registry import made_run
 from TrainingFactory.apps.judge_audit.report import AUDITS_FILE, Audit, save_audit
 from TrainingFactory.apps.views import registry as registry_views
-from TrainingFactory.apps.views.registry import comparison_view, list_models, load_audits, version_view
+from TrainingFactory.apps.views.registry import (
+    list_models,
+    load_audits,
+    make_comparison_view,
+    make_version_view,
+)
 from TrainingFactory.data.trajectories import save_trajectories
 from TrainingFactory.evaluation.records import EvaluationRecord, ModelIdentity, append_record
 from TrainingFactory.promotion.model_registry import ModelRegistry
@@ -47,7 +52,7 @@ def test_models_and_a_version(tmp_path: Path, tfactory: Run) -> None:
     assert (first.run, first.step, first.kind, first.tags) == ("sft", 2, "adapter", {"team": "search"})
     assert first.evaluations[0].id == record.id and first.evaluations[0].success == pytest.approx(2 / 3)
     assert second.evaluations[0].success is None  # shown as far as it is known
-    view = version_view(registry, "agent@champion")
+    view = make_version_view(registry, "agent@champion")
     assert view.version == first and view.lineage[-1]["name"] == "sft"
     told = [str(view.lineage[-1]["rows"]), tfactory("runs", "show", "sft", "--runs", str(tmp_path))[1]]
     assert all("torch" in each and "commit" not in each for each in told)  # it was not in a git repository
@@ -58,7 +63,7 @@ def test_models_and_a_version(tmp_path: Path, tfactory: Run) -> None:
     )
     assert json.loads(tfactory("registry", "show", "agent:1", *where)[1]) == view.model_dump(mode="json")
     with pytest.raises(ValueError, match="no registered model"):
-        version_view(registry, "agnt")
+        make_version_view(registry, "agnt")
 
 
 def test_two_runs_are_compared_by_the_records_that_fit(tmp_path: Path) -> None:
@@ -69,7 +74,7 @@ def test_two_runs_are_compared_by_the_records_that_fit(tmp_path: Path) -> None:
     wanted = evaluated(tmp_path, "b", "1001", episodes_file="gone.jsonl")
     (tmp_path / "b" / "gone.jsonl").unlink()
     registry = ModelRegistry(runs=tmp_path)
-    found = comparison_view("a", "b", tmp_path, registry)
+    found = make_comparison_view("a", "b", tmp_path, registry)
     assert found.summary["records"][1] == [wanted.id] and found.summary["difference"] == 0
     told = [(each.task, each.first, each.second, each.flipped) for each in found.tasks]
     assert told == [
@@ -77,13 +82,13 @@ def test_two_runs_are_compared_by_the_records_that_fit(tmp_path: Path) -> None:
     ]  # fmt: skip
     first, second = found.tasks[0].episodes
     assert first is not None and first.task["id"] == "t0" and second is None and not found.tasks[2].episodes
-    assert comparison_view("a", "b@step-000001", tmp_path, registry).summary["better"] == ["t0", "t2"]
-    assert comparison_view("a", wanted.id, tmp_path, registry).summary["worse"] == ["t1"]
+    assert make_comparison_view("a", "b@step-000001", tmp_path, registry).summary["better"] == ["t0", "t2"]
+    assert make_comparison_view("a", wanted.id, tmp_path, registry).summary["worse"] == ["t1"]
     registry.register("agent", "b")
-    assert comparison_view("a", "agent:1", tmp_path, registry).summary["worse"] == ["t1"]
+    assert make_comparison_view("a", "agent:1", tmp_path, registry).summary["worse"] == ["t1"]
     for name in ("nobody", str(tmp_path / "a" / "evaluations.jsonl"), "a"):
         with pytest.raises(ValueError, match=f"no two recorded evaluations.* --runs {tmp_path}$"):
-            comparison_view("a", name, tmp_path, registry)
+            make_comparison_view("a", name, tmp_path, registry)
 
 
 def test_two_are_compared_on_all_entries_of_a_suite(tmp_path: Path) -> None:
@@ -92,7 +97,7 @@ def test_two_are_compared_on_all_entries_of_a_suite(tmp_path: Path) -> None:
     for entry, ours, theirs in (("search", "0011", "0111"), ("sums", "01", "10")):
         for name, won in (("a", ours), ("b", theirs)):
             evaluated(tmp_path, name, won, suite="release", entry=entry, episodes_file=f"{entry}.jsonl")
-    found = comparison_view("a", "b", tmp_path, ModelRegistry(runs=tmp_path))
+    found = make_comparison_view("a", "b", tmp_path, ModelRegistry(runs=tmp_path))
     told = {each.task: (each.first, each.second) for each in found.tasks if each.flipped}
     assert told == {"search: t1": (0, 1), "sums: t0": (0, 1), "sums: t1": (1, 0)} and len(found.tasks) == 6
     assert found.summary["difference"] == pytest.approx(1 / 6) and "2 entries" in found.summary["notes"][-1]

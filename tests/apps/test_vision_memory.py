@@ -200,12 +200,12 @@ def test_plan_counts_image_tokens(tmp_path: Path) -> None:
     assert seen.episodes.image_share * seen.episodes.length == pytest.approx(100 + 200 * (turns - 1))
     assert seen.images.total == pytest.approx((1 + 2 * (turns - 1)) * 3 * 2 * 2)
     assert plain.images.share == 0 and plain.figures["image_tokens"].value == 1024
-    assert seen.costs(1, 2).prompts > plain.costs(1, 2).prompts
+    assert seen.estimate_costs(1, 2).prompts > plain.estimate_costs(1, 2).prompts
     trained = TrainingConfig(**SCREEN | {"model": SCREEN["model"] | {"train_tower": True}})
     rates = ["prompt_images=1", "image_tokens=100"]
     assert (
-        RunPlanner(trained, 1, rates=rates).costs(1, 2).update
-        > RunPlanner(config, 1, rates=rates).costs(1, 2).update
+        RunPlanner(trained, 1, rates=rates).estimate_costs(1, 2).update
+        > RunPlanner(config, 1, rates=rates).estimate_costs(1, 2).update
     )
     with pytest.raises(ValueError, match="runs with images use one GPU"):
         RunPlanner(config, 2)

@@ -14,7 +14,7 @@ from TrainingFactory.assembly.rewards import check_reward
 from TrainingFactory.config import ConfigError, TrainingConfig, load_config
 from TrainingFactory.config.names import ALIASES, SHORT_KEYS
 from TrainingFactory.config.not_yet import UNIMPLEMENTED_OPTIONS
-from TrainingFactory.config.problems import fields_by_key
+from TrainingFactory.config.problems import map_fields
 from TrainingFactory.trainers.notices import list_notices, list_unused_options
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -116,7 +116,7 @@ def test_the_templates_are_right(path: Path) -> None:
 
 
 def test_every_alias_leads_to_a_key() -> None:
-    keys = fields_by_key(TrainingConfig)
+    keys = map_fields(TrainingConfig)
     assert set(ALIASES.values()) <= keys.keys()
     assert {f"{section}.{key}" for section, key in SHORT_KEYS.items()} <= keys.keys()
     assert UNIMPLEMENTED_OPTIONS.keys() <= keys.keys()

@@ -13,7 +13,7 @@ from tests.kits.cli import Run
 from tests.kits.docs import Page
 from tests.kits.seeds import Block
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.config.problems import fields_by_key
+from TrainingFactory.config.problems import map_fields
 from TrainingFactory.data.trajectories import load_trajectories
 
 PAGE = Page("docs/COMING_FROM.md")
@@ -64,7 +64,7 @@ def test_a_reward_of_openrlhf(program: Callable[[str], str]) -> None:
 def test_the_page_names_what_exists() -> None:
     """Every key in the second column of a table is one of the config, and every printed command exists."""
     assert [words[1] for words in PAGE.commands() if words[0] == "tfactory"] == ["data", "data"]
-    known, found = fields_by_key(TrainingConfig), 0
+    known, found = map_fields(TrainingConfig), 0
     for line in PAGE.text.splitlines():
         if not line.startswith("| ") or line.count("|") != 3:
             continue

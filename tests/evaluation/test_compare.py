@@ -9,7 +9,7 @@ import pytest
 
 from tests.evaluation.test_evaluation_records import played, record_of
 from tests.kits.cli import Run
-from TrainingFactory.apps.reports.comparison_page import comparison_page
+from TrainingFactory.apps.reports.comparison_page import make_comparison_page
 from TrainingFactory.data.trajectories import save_trajectories
 from TrainingFactory.evaluation.comparison import ComparedModel, StoredRecord, compare
 from TrainingFactory.evaluation.records import EvaluationRecord, append_record, read_records
@@ -96,11 +96,11 @@ def test_a_page_shows_both_episodes_and_obeys_no_text(tmp_path: Path) -> None:
     found = compare(first, second)
     [(flip, pair)] = found.load_episodes(found.wins)
     assert flip.task_id == "x" and [isinstance(each, Trajectory) for each in pair] == [True, True]
-    page = comparison_page([first, second], [found])
+    page = make_comparison_page([first, second], [found])
     assert "&lt;script&gt;" in page and "<script>" not in page and "&lt;i&gt;a" in page
     assert "done, reward 0" in page and "done, reward 1" in page
     (tmp_path / "b.jsonl").unlink()
-    assert "episodes were not" in comparison_page([first, second], [found])
+    assert "episodes were not" in make_comparison_page([first, second], [found])
 
 
 def test_compare_on_the_command_line(tfactory: Run) -> None:

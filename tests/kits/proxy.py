@@ -66,7 +66,7 @@ def proxied(
     rollouts = RolloutEngine(ToolEnvironment, sampler.chat, SamplingParams(max_tokens=100), **options)
     proxy = Proxy(rollouts, sampler, out, trained_model)
     bound, started = listen.bind("127.0.0.1", 0), threading.Event()
-    runner = listen.make_server(proxy.app(token))
+    runner = listen.make_server(proxy.make_app(token))
 
     async def serve() -> None:
         started.set()

@@ -45,7 +45,7 @@ def raw(text: str) -> list[int]:
 def live(server: ChatServer, key: str | None = None) -> Iterator[httpx.Client]:
     """A client of the server, which runs on a port of its own for as long."""
     bound = listen.bind("127.0.0.1", 0)
-    runner = listen.make_server(server.api(key).app)
+    runner = listen.make_server(server.make_api(key).app)
     thread = threading.Thread(target=runner.run, kwargs={"sockets": [bound]})
     address = listen.format_url(bound)
     thread.start()

@@ -11,7 +11,7 @@ import pytest
 from tests.evaluation.test_compare import PARITY
 from tests.kits.cli import Run
 from tests.kits.registry import made_run
-from TrainingFactory.apps.reports.comparison_page import comparison_page
+from TrainingFactory.apps.reports.comparison_page import make_comparison_page
 from TrainingFactory.evaluation.gate import Guard, check_guard
 from TrainingFactory.evaluation.records import digest_tasks, make_record, read_records
 from TrainingFactory.evaluation.requests import RecordedEvaluation
@@ -157,7 +157,9 @@ def test_guards(registry: ModelRegistry) -> None:
     assert decision.text.startswith("tool_success on calculator: 0,")
     assert [name for name, entry, _ in played if entry == "second"] == ["agent:1", "agent:4"]
     assert Promotion(registry, "agent:2", "champion", suite(guards)).run(scripted(third)).promoted
-    page = comparison_page(decision.sides, [decision.comparison] if decision.comparison else [], decision)
+    page = make_comparison_page(
+        decision.sides, [decision.comparison] if decision.comparison else [], decision
+    )
     assert "<b>Refused</b>: tool_success on calculator" in page and "is better than agent:1" in page
     assert not list(Path("runs/rollouts").glob("*.part"))
 
@@ -198,7 +200,7 @@ def test_the_first_one(registry: ModelRegistry) -> None:
     decision = Promotion(registry, "agent:3", "staging", suite(guards), first=True).run(scripted(third))
     assert not decision.promoted and decision.text.startswith("success on calculator: 0.125; limit:")
     assert Promotion(registry, "agent:2", "staging", suite(guards), first=True).run(scripted(third)).promoted
-    assert comparison_page(decision.sides, [], decision)
+    assert make_comparison_page(decision.sides, [], decision)
 
 
 def test_the_champion_changes_meanwhile(registry: ModelRegistry) -> None:

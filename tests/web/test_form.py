@@ -9,7 +9,7 @@ import yaml
 
 from tests.kits.registry import made_run
 from TrainingFactory.config import TrainingConfig, load_config
-from TrainingFactory.config.problems import ConfigError, fields_by_key
+from TrainingFactory.config.problems import ConfigError, map_fields
 from TrainingFactory.web import form
 from TrainingFactory.web.form import Draft
 
@@ -22,7 +22,7 @@ def check(draft: Draft, runs: Path = Path("runs")) -> form.DraftCheck:
 
 def test_every_option_is_there_with_its_help_and_default() -> None:
     found = {option.key: option for section in form.options().sections for option in section.options}
-    keys = (".".join(key.split(".")[:2]) for key in fields_by_key(TrainingConfig))
+    keys = (".".join(key.split(".")[:2]) for key in map_fields(TrainingConfig))
     wanted = {key for key in keys if not key.startswith("tools.")} | {"tools"}
     assert found.keys() == wanted
     assert all(option.help for option in found.values())

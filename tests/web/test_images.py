@@ -17,7 +17,7 @@ from tests.data.test_data_images import seen_episode
 from tests.kits.page import Served, serving
 from tests.kits.pictures import BLUE, GREEN, RED, picture
 from tests.kits.registry import made_run
-from TrainingFactory.apps.views.episodes import episode_view
+from TrainingFactory.apps.views.episodes import make_episode_view
 from TrainingFactory.apps.views.run_report import render_run_page
 from TrainingFactory.cli import show
 from TrainingFactory.common.images import make_thumbnail
@@ -93,7 +93,7 @@ def test_links_and_damaged_files_are_not_given(page: Served) -> None:
 
 
 def test_an_episode_without_a_folder_carries_its_images() -> None:
-    view = episode_view(seen_episode(), 1).model_dump()
+    view = make_episode_view(seen_episode(), 1).model_dump()
     data = base64.b64encode(A.data).decode()
     assert (
         sources(view)[0] == f"data:image/png;base64,{data}" and "data" not in view["prompt"][0]["images"][0]
@@ -108,10 +108,10 @@ def test_tools_that_take_thousandths_are_named() -> None:
         ToolSpec("click", "", {"type": "object", "properties": {"x": thousandth, "y": {"type": "integer"}}}),
         ToolSpec("wait"),
     ]
-    assert episode_view(episode, 1).thousandths == ["tap"]
+    assert make_episode_view(episode, 1).thousandths == ["tap"]
     below = {"type": "integer", "exclusiveMaximum": 1000}  # as in the environment screen
     episode.tools = [ToolSpec("tap", "", {"type": "object", "properties": {"x": below, "y": below}})]
-    assert episode_view(episode, 1).thousandths == ["tap"]
+    assert make_episode_view(episode, 1).thousandths == ["tap"]
 
 
 def test_the_terminal_names_images(capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,8 +30,8 @@ from TrainingFactory.runs.folder import CONFIG, RunFolder, TrainingReport, is_ru
 from TrainingFactory.runs.tracking import Watcher
 from TrainingFactory.trainers.training_run import Training
 
-FOLDER = Path(__file__).parent
-WARM_START, GRPO = FOLDER / "warm_start.yaml", FOLDER / "grpo.yaml"
+DEMO_FOLDER = Path(__file__).parent
+WARM_START, GRPO = DEMO_FOLDER / "warm_start.yaml", DEMO_FOLDER / "grpo.yaml"
 DEMONSTRATION_SEED = 1_000_000  # seed offset of the demonstrated tasks, so that GRPO does not see them again
 
 
@@ -63,7 +63,7 @@ class Demo:
             *overrides,
         ]
         dataset = key_value("data.dataset", str(self.demonstrations))
-        warm_file, grpo_file = (FOLDER / name for name in self.lessons.configs)
+        warm_file, grpo_file = (DEMO_FOLDER / name for name in self.lessons.configs)
         self.warm_config = load_config(warm_file, [*pairs, key_value("model.revision", str(seed)), dataset])
         self.config = load_config(grpo_file, [*pairs, key_value("model.name", str(self.warm / "model"))])
         self.environment = as_environment_factory(catalog_entry, self.config.environment.options)
@@ -86,7 +86,7 @@ class Demo:
 
     def warm_start(self, watcher: Watcher) -> TrainingReport:
         write_lessons(self.demonstrations, self.environment, self.seed, self.lessons)
-        stages = self.lessons.stages(self.warm_config.training.batch_size)
+        stages = self.lessons.describe_stages(self.warm_config.training.batch_size)
         return self._run(self.warm_config, self.warm.name, StageAnnouncer(watcher, stages))
 
     def train(self, watcher: Watcher) -> TrainingReport:
@@ -105,13 +105,13 @@ class Demo:
                 self._evaluate(report.run, watcher, HELDOUT_FILE, {})
         return report
 
-    def _evaluate(self, run: Path, watcher: Watcher, file: str, environment_options: dict[str, Any]) -> None:
-        """Play every held-out task once, at temperature 1 regardless of the training temperature. `environment_options`
+    def _evaluate(self, run_folder: Path, watcher: Watcher, file: str, extra_options: dict[str, Any]) -> None:
+        """Play every held-out task once, at temperature 1 regardless of the training temperature. `extra_options`
         extends the environment's options."""
-        sections = make_sections(find_model(str(run)))
+        sections = make_sections(find_model(str(run_folder)))
         sections["sampling"]["temperature"] = 1.0
-        sections["environment"]["options"] |= environment_options
-        evaluation = Evaluation(TrainingConfig(**sections), run / file).run(watcher.episode)
+        sections["environment"]["options"] |= extra_options
+        evaluation = Evaluation(TrainingConfig(**sections), run_folder / file).run(watcher.episode)
         if evaluation.interrupted:
             raise KeyboardInterrupt
 

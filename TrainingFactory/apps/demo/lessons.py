@@ -61,7 +61,7 @@ def make_sum_drill(rng: random.Random) -> tuple[str, str]:
 class Lessons:
     """Contents of the demo's dataset: the number of rows of each kind, in training order."""
 
-    drill: Callable[[random.Random], Drill] = make_word_drill
+    make_drill: Callable[[random.Random], Drill] = make_word_drill
     skill: str = "copy words or sums"  # what the drills teach
     num_drills: int = 1600
     # Demonstrations without the system message come first: the relevant tokens are closer together.
@@ -72,7 +72,7 @@ class Lessons:
     model: str = TINY_ID
     configs: tuple[str, str] = ("warm_start.yaml", "grpo.yaml")
 
-    def stages(self, batch_size: int) -> dict[int, str]:
+    def describe_stages(self, batch_size: int) -> dict[int, str]:
         """Return the first step of each stage with a description of its rows."""
         short_start, whole_start = self.num_drills, self.num_drills + self.num_short
         return {
@@ -84,14 +84,14 @@ class Lessons:
     def write(
         self,
         path: Path,
-        environment: Callable[[Task], TeachableEnvironment],
+        make_environment: Callable[[Task], TeachableEnvironment],
         chat: ChatFormat,
         tasks: Sequence[Task],
         rng: random.Random,
     ) -> None:
         """Write the dataset in training order, with demonstrations of `tasks`."""
-        drills = [self.drill(rng) for _ in range(self.num_drills)]
-        episodes = demonstrate(environment, chat, tasks, self.novice_share, rng)
+        drills = [self.make_drill(rng) for _ in range(self.num_drills)]
+        episodes = demonstrate(make_environment, chat, tasks, self.novice_share, rng)
         rows = [_make_drill_row(drill) for drill in drills]
         rows += [_make_row(episode, system=False) for episode in rng.choices(episodes, k=self.num_short)]
         rows += [_make_row(episode, system=True) for episode in rng.choices(episodes, k=self.num_dialogues)]
@@ -119,7 +119,7 @@ LESSONS = {
 
 
 def demonstrate(
-    environment: Callable[[Task], TeachableEnvironment],
+    make_environment: Callable[[Task], TeachableEnvironment],
     chat: ChatFormat,
     tasks: Sequence[Task],
     novice_share: float,
@@ -130,7 +130,7 @@ def demonstrate(
     async def play_all() -> list[Trajectory]:
         episodes = []
         for task in tasks:
-            instance = environment(task)
+            instance = make_environment(task)
             script = instance.novice(rng) if rng.random() < novice_share else instance.expert()
             episodes.append(await play(instance, chat, script))
         return episodes

@@ -50,9 +50,9 @@ class DemoStats:
         shares = metrics.get("success", 0.0), low, high, metrics.get("tool_success")
         return cls(len(episodes), *shares, metrics["turns"], dict(sorted(counts.items())))
 
-    def share(self, calls: int) -> float:
+    def share(self, num_calls: int) -> float:
         """Return the share of episodes with this number of tool calls."""
-        return self.calls.get(calls, 0) / self.episodes
+        return self.calls.get(num_calls, 0) / self.episodes
 
 
 class Trial(NamedTuple):
@@ -156,9 +156,9 @@ class DemoReport:
     def _repr_html_(self) -> str:
         """Return the report for a notebook: before against after, and the curve of GRPO."""
         table = render_table(self.table, ("held-out tasks", "before GRPO", "after GRPO"))
-        return f"<div>{table}<p>{escape(self.learned)}</p>{self._chart().draw()}</div>"
+        return f"<div>{table}<p>{escape(self.learned)}</p>{self._make_chart().draw()}</div>"
 
-    def _chart(self) -> Chart:
+    def _make_chart(self) -> Chart:
         return make_mean_chart("share of correct answers", list(enumerate(self.curve, 1)), 0.0, 1.0)
 
     def page(self) -> str:
@@ -170,8 +170,8 @@ class DemoReport:
             config=self.configs[1],
             mistakes=LESSONS[self.environment].novice_share,
             steps=pluralize(len(self.curve), "step"),
-            stages=LESSONS[self.environment].stages(self.configs[0]["training"]["batch_size"]),
-            chart=self._chart(),
+            stages=LESSONS[self.environment].describe_stages(self.configs[0]["training"]["batch_size"]),
+            chart=self._make_chart(),
             sides=[
                 (title, list_lines_with_images(episode), describe_ending(episode))
                 for title, episode in episodes

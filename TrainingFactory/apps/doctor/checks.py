@@ -72,7 +72,7 @@ def check_tools(diagnosis: Diagnosis, chat: TemplateChatFormat, specs: Sequence[
             continue
         if not spec.description.strip():
             diagnosis.add("tool_schema", f"tool {spec.name} has no description", "warning")
-        call = ToolCall(spec.name, _example_arguments(spec.parameters))
+        call = ToolCall(spec.name, _make_example_arguments(spec.parameters))
         _check_turn(diagnosis, chat, Message("assistant", tool_calls=[call]), specs, f"tool {spec.name}")
 
 
@@ -93,7 +93,7 @@ def _check_turn(
         diagnosis.add("calls_not_read", f"{turn_name}: {error}")
 
 
-def _example_arguments(schema: dict[str, Any]) -> dict[str, Any]:
+def _make_example_arguments(schema: dict[str, Any]) -> dict[str, Any]:
     """Return an example value for each argument of a schema; a string where the schema names no type."""
     arguments = {}
     for name, option in schema.get("properties", {}).items():
@@ -167,7 +167,7 @@ def check_folding(
     played = [episode for episode in episodes if episode.turns]
     if not played:
         return
-    growths = [after - before for episode in played for before, after in pairwise(_prompt_lengths(episode))]
+    growths = [after - before for episode in played for before, after in pairwise(_measure_prompts(episode))]
     turn_tokens = fmean(growths) if growths else 0.0
     first_prompt_tokens = fmean(len(episode.turns[0].prompt_ids) for episode in played)
     num_rows = forecast_rows(context, first_prompt_tokens, turn_tokens, config.environment.max_turns)
@@ -187,7 +187,7 @@ def check_folding(
         )
 
 
-def _prompt_lengths(episode: Trajectory) -> list[int]:
+def _measure_prompts(episode: Trajectory) -> list[int]:
     """Return the prompt lengths of the turns in an episode's first row."""
     spans = turn_spans(episode)
     return [len(turn.prompt_ids) for turn, span in zip(episode.turns, spans, strict=True) if span.row == 0]

@@ -96,7 +96,7 @@ def forecast(config: TrainingConfig, size: str | None, gpu: str) -> Diagnosis:
     diagnosis.facts["model"] = f"{shape.name}: {shape.params:,} weights{active_text}; nothing was loaded"
     compare_memory(diagnosis, config, estimate_other(config), capacity, f"one {gpu.upper()}", estimate_other)
     if KINDS[config.training.algorithm].samples and not diagnosis.failed:
-        seconds = RunPlanner(config, 1, gpu, size).step(
+        seconds = RunPlanner(config, 1, gpu, size).time_step(
             1, config.sampling.slots, config.optimization.effective_max_staleness
         )
         plan = f"tfactory plan CONFIG --gpus 1 --gpu {gpu}" + (f" --model-size {size}" if size else "")

@@ -111,16 +111,16 @@ class _EnvironmentCheck:
         self, report: EnvironmentReport, episodes: list[Trajectory], junk_episodes: list[Trajectory]
     ) -> None:
         name = "the reference earns more than junk"
-        junk_mean = _mean_reward(junk_episodes)
+        junk_mean = _average_rewards(junk_episodes)
         if junk_mean is not None:
             report.figures["junk_reward"] = junk_mean
         if self._reference is None:
             detail = "no expert and no answers; name a function: --reference FILE.py:FUNCTION"
             report.checks.append(CheckResult(name, "skipped", detail))
             return
-        mean = _mean_reward(episodes)
+        mean = _average_rewards(episodes)
         if mean is None:
-            report.add(name, False, f"the reference earns no reward: {_first_error(episodes)}")
+            report.add(name, False, f"the reference earns no reward: {_find_first_error(episodes)}")
             return
         report.figures["reference_reward"] = mean
         junk_text = "no reward" if junk_mean is None else f"{junk_mean:.4g}"
@@ -136,7 +136,7 @@ class _EnvironmentCheck:
         task_ids = [a.task.id for a, b in pairs if _total_reward(a) != _total_reward(b)]
         detail = f"differs for {', '.join(task_ids)}" if task_ids else f"equal in {count} repeated episodes"
         if all(_total_reward(episode) is None for episode in episodes):
-            report.add("the reward is deterministic", False, f"no reward: {_first_error(episodes)}")
+            report.add("the reward is deterministic", False, f"no reward: {_find_first_error(episodes)}")
         else:
             report.add("the reward is deterministic", not task_ids, detail)
         task_ids = [a.task.id for a, b in pairs if (a.prompt, a.tools) != (b.prompt, b.tools)]
@@ -160,7 +160,7 @@ class _EnvironmentCheck:
         note = "" if limit is None or limit >= count else f" (the environment's limit: {limit} at a time)"
         detail = f"{count / seconds:.3g} episodes per second{note}"
         if failed_episodes:
-            detail = f"{len(failed_episodes)} of {count} failed: {_first_error(failed_episodes)}"
+            detail = f"{len(failed_episodes)} of {count} failed: {_find_first_error(failed_episodes)}"
         report.add(f"{count} episodes run concurrently", not failed_episodes, detail)
 
 
@@ -169,10 +169,10 @@ def _total_reward(trajectory: Trajectory) -> float | None:
     return None if reward is None else reward.outcome + sum(reward.steps)
 
 
-def _mean_reward(trajectories: Sequence[Trajectory]) -> float | None:
+def _average_rewards(trajectories: Sequence[Trajectory]) -> float | None:
     totals = [total for total in map(_total_reward, trajectories) if total is not None]
     return sum(totals) / len(totals) if totals else None
 
 
-def _first_error(trajectories: Sequence[Trajectory]) -> str:
+def _find_first_error(trajectories: Sequence[Trajectory]) -> str:
     return next((trajectory.error for trajectory in trajectories if trajectory.error), "no reason")

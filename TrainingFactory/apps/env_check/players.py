@@ -81,7 +81,7 @@ def _make_scripted(messages: Iterator[Message]) -> Player:
 
 
 def _call_solver(
-    function: Callable[[Sequence[Message], Task], Any], task: Task, messages: Sequence[Message]
+    solve: Callable[[Sequence[Message], Task], Any], task: Task, messages: Sequence[Message]
 ) -> Message:
-    reply = function(messages, task)
+    reply = solve(messages, task)
     return reply if isinstance(reply, Message) else Message("assistant", str(reply))

@@ -18,7 +18,7 @@ from TrainingFactory.rewards.judge.verdicts import JsonVerdict, ScoreVerdict
 from TrainingFactory.types import Completion, Message, Task, Trajectory, Turn
 
 EXAMPLE_LINE = 'like {"prompt": "...", "response": "...", "label": true}'
-PREFERENCES = {"first": 1.0, "second": 0.0, "tie": 0.5}
+PREFERENCE_SCORES = {"first": 1.0, "second": 0.0, "tie": 0.5}
 SUSPICIOUS_SHARE = 0.1  # if all gold scores lie within this share of the range, they are on another scale
 
 
@@ -100,7 +100,7 @@ def load_gold(path: str | Path, judge: ModelJudge) -> list[GoldItem]:
         if row.pair is None or row.better is None:
             return GoldItem(trajectory, value)
         rejected_trajectory = row.make_trajectory(row_id, [*messages[:-1], Message("assistant", row.pair)])
-        return GoldItem(trajectory, value, rejected_trajectory, PREFERENCES[row.better])
+        return GoldItem(trajectory, value, rejected_trajectory, PREFERENCE_SCORES[row.better])
 
     items = parse_rows(path, f"gold items {EXAMPLE_LINE}", parse_item)
     scores = [item.value for item in items if item.value is not None]

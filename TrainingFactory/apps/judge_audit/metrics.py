@@ -8,14 +8,14 @@ from collections.abc import Hashable, Sequence
 from statistics import StatisticsError, correlation, linear_regression, mean
 
 
-def accuracy(verdicts: Sequence[Hashable], gold: Sequence[Hashable]) -> float | None:
+def compute_accuracy(verdicts: Sequence[Hashable], gold: Sequence[Hashable]) -> float | None:
     return mean(a == b for a, b in zip(verdicts, gold, strict=True)) if verdicts else None
 
 
-def kappa(verdicts: Sequence[Hashable], gold: Sequence[Hashable]) -> float | None:
+def compute_kappa(verdicts: Sequence[Hashable], gold: Sequence[Hashable]) -> float | None:
     """Return Cohen's kappa, the agreement of two raters beyond chance. None if both raters always give the same label,
     because chance explains all agreement then."""
-    agreement = accuracy(verdicts, gold)
+    agreement = compute_accuracy(verdicts, gold)
     return None if agreement is None else scale_beyond_chance(agreement, chance_agreement(verdicts, gold))
 
 
@@ -29,7 +29,7 @@ def scale_beyond_chance(agreement: float, by_chance: float) -> float | None:
     return None if by_chance == 1 else (agreement - by_chance) / (1 - by_chance)
 
 
-def pearson(xs: Sequence[float], ys: Sequence[float]) -> float | None:
+def compute_pearson(xs: Sequence[float], ys: Sequence[float]) -> float | None:
     try:
         return correlation(xs, ys)
     except StatisticsError:  # too few, or a constant
@@ -38,10 +38,10 @@ def pearson(xs: Sequence[float], ys: Sequence[float]) -> float | None:
 
 def partial_correlation(xs: Sequence[float], ys: Sequence[float], control: Sequence[float]) -> float | None:
     """Return the partial correlation of xs and ys, controlling for a linear effect of `control`."""
-    return pearson(_residuals(xs, control), _residuals(ys, control))
+    return compute_pearson(_compute_residuals(xs, control), _compute_residuals(ys, control))
 
 
-def _residuals(values: Sequence[float], predictor: Sequence[float]) -> Sequence[float]:
+def _compute_residuals(values: Sequence[float], predictor: Sequence[float]) -> Sequence[float]:
     try:
         slope, intercept = linear_regression(predictor, values)
     except StatisticsError:  # too few values, or a constant, which explains nothing
@@ -50,8 +50,8 @@ def _residuals(values: Sequence[float], predictor: Sequence[float]) -> Sequence[
     return [round(value - intercept - slope * x, 9) for value, x in zip(values, predictor, strict=True)]
 
 
-def spearman(xs: Sequence[float], ys: Sequence[float]) -> float | None:
-    return pearson(compute_ranks(xs), compute_ranks(ys))
+def compute_spearman(xs: Sequence[float], ys: Sequence[float]) -> float | None:
+    return compute_pearson(compute_ranks(xs), compute_ranks(ys))
 
 
 def compute_ranks(values: Sequence[float]) -> list[float]:

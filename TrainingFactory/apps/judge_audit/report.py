@@ -98,7 +98,7 @@ class Audit:
             return None
         return scale_beyond_chance(self.accuracy_low, self.chance)
 
-    def page(self, judge: str) -> str:
+    def page(self, judge_name: str) -> str:
         """Return a self-contained HTML page with plots; the reference line of a plot starts at (0, 0)."""
         confusion = Counter((gold, verdict) for gold, verdict, _ in self.points)
         errors = Counter((float(length), verdict - gold) for gold, verdict, length in self.points)
@@ -115,7 +115,7 @@ class Audit:
         return render(
             "judge_audit.html.jinja",
             title="Judge audit",
-            judge=judge,
+            judge=judge_name,
             found=self,
             verdict=verdict_of(self),
             passes=f"{PASS_THRESHOLD:g}",

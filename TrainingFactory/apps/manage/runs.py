@@ -76,18 +76,18 @@ def rename_run(run: RunFolder, name: str, runs_folder: Path) -> RunFolder:
     return RunFolder(new_path)
 
 
-def _lock_run(run: RunFolder, runs: Path, action: str | None) -> RunReferences:
+def _lock_run(run: RunFolder, folder: Path, action: str | None) -> RunReferences:
     """Lock a run for a change and return the references to it. Raise ValueError if it must not be changed. With
     `action` None, references do not prevent the change."""
-    if run.path.is_symlink() or run.path.resolve().parent != runs.resolve():
-        raise ValueError(f"{run.path} is not a folder in {runs}. Name its folder of runs: --runs FOLDER")
+    if run.path.is_symlink() or run.path.resolve().parent != folder.resolve():
+        raise ValueError(f"{run.path} is not a folder in {folder}. Name its folder of runs: --runs FOLDER")
     try:
         run.lock()
     except ValueError:
         stop_command = f"tfactory runs stop {run.display_path}"
         raise ValueError(f"run {run.name} is running or in use. Stop it first: {stop_command}") from None
     try:
-        references = find_references(run, runs)
+        references = find_references(run, folder)
         if action and references.needed_by:
             advice = (
                 f"Delete those first, or delete it anyway: tfactory runs delete {run.display_path} --force"

@@ -82,8 +82,8 @@ def find_figures(engine: str, gpu: str, file: Path | None, rates: Sequence[str])
     return figures
 
 
-def bytes_to_gib(part_bytes: dict[str, float]) -> dict[str, float]:
-    return {name: num_bytes / GIB for name, num_bytes in part_bytes.items()}
+def bytes_to_gib(bytes_by_part: dict[str, float]) -> dict[str, float]:
+    return {name: num_bytes / GIB for name, num_bytes in bytes_by_part.items()}
 
 
 class RunPlanner:
@@ -155,14 +155,14 @@ class RunPlanner:
         )
         return next((n for n, size in enumerate(learner_bytes_by_count, 1) if size <= self.room), 1025)
 
-    def count_samplers(self, learners: int) -> int:
-        return max(1, (self.gpus - learners) // self.width)
+    def count_samplers(self, num_learners: int) -> int:
+        return max(1, (self.gpus - num_learners) // self.width)
 
-    def costs(self, learners: int, group_size: float) -> Costs:
+    def estimate_costs(self, num_learners: int, group_size: float) -> Costs:
         """Return the seconds of each part of a step, without evaluations."""
         shape, width = self.shape, self.width
         flops, traffic = 1e12 * self["gpu_tflops"], 1e9 * self["gpu_bandwidth_gbs"] * self["bandwidth_share"]
-        link = 1e9 * self["node_gbs" if learners <= self["gpus_per_node"] else "network_gbs"]
+        link = 1e9 * self["node_gbs" if num_learners <= self["gpus_per_node"] else "network_gbs"]
         trained_weights = shape.count_held(self.config).trained
         token_bytes = sampler_bytes(shape, width, 1, 1.0)
         read_seconds, token_seconds = token_bytes["weights"] / traffic, token_bytes["cache"] / traffic
@@ -171,11 +171,12 @@ class RunPlanner:
         prompt, num_tokens = self.episodes.prompt, self.episodes.length
         replies, context = float(np.mean(self.episodes.replies)), self.episodes.context
         # Each sampler that has episodes of a group computes the group's prompt once.
-        prompt_share = prompt * min(group_size, self.count_samplers(learners)) / group_size
+        prompt_share = prompt * min(group_size, self.count_samplers(num_learners)) / group_size
         image_tokens = self.episodes.prompt_image_tokens * prompt_share / prompt
         encoding = shape.encode(image_tokens + self.episodes.reply_image_tokens)
         pushed_gb = 2e-9 * trained_weights * (self.gpus > 1 or self.config.sampling.engine != "native")
-        gb_seconds = (learners > 1) * 1e9 / link + (self.gpus > self["gpus_per_node"]) / self["network_gbs"]
+        has_several_nodes = self.gpus > self["gpus_per_node"]
+        gb_seconds = (num_learners > 1) * 1e9 / link + has_several_nodes / self["network_gbs"]
         saved_gb = (
             1e-9
             * trained_weights
@@ -194,8 +195,8 @@ class RunPlanner:
             renewal=shape.forward(num_tokens / 2, num_tokens / 4) / prefill_flops,
             turn=1e-3 * self["turn_ms"],
             driver=1e-3 * self["driver_ms"],
-            update=self.update_seconds(
-                learners, flops, 4 * (shape.params + trained_weights) * (1 - 1 / learners) / link
+            update=self.estimate_update(
+                num_learners, flops, 4 * (shape.params + trained_weights) * (1 - 1 / num_learners) / link
             ),
             write=pushed_gb / self["push_write_gbs"] + pushed_gb * gb_seconds,
             load=pushed_gb / self["push_load_gbs"],
@@ -205,7 +206,7 @@ class RunPlanner:
             learner_overlap=self["learner_overlap"],
         )
 
-    def update_seconds(self, learners: int, flops: float, gather_seconds: float) -> float:
+    def estimate_update(self, num_learners: int, flops: float, gather_seconds: float) -> float:
         """Return the seconds of an update: its compute time, or the time of FSDP's communication if that is longer.
         `gather_seconds` is the communication time per pack: 16 bits of every weight twice, 32 bits of every
         gradient."""
@@ -219,26 +220,30 @@ class RunPlanner:
             work += shape.encode(groups * (episodes.prompt_image_tokens + size * episodes.reply_image_tokens))
         trained = training.update_epochs * (3 + training.gradient_checkpointing)  # backward is two forwards
         passes = trained + (trained + 1) * ("critic" in self.needs) + len(self.needs & {"old", "reference"})
-        num_packs = max(training.minibatches, math.ceil(tokens / training.token_budget / learners))
-        compute_seconds = passes * work / flops / self["update_mfu"] / learners
+        num_packs = max(training.minibatches, math.ceil(tokens / training.token_budget / num_learners))
+        compute_seconds = passes * work / flops / self["update_mfu"] / num_learners
         return max(compute_seconds, training.update_epochs * num_packs * gather_seconds)
 
-    def make_model(self, learners: int, slots: int, max_staleness: int, skipped_part: str = "") -> StepModel:
+    def make_model(
+        self, num_learners: int, slots: int, max_staleness: int, skipped_part: str = ""
+    ) -> StepModel:
         """Return the step-time model of a plan, in which the part `skipped_part` of a step takes no time."""
-        training, samplers = self.config.training, self.count_samplers(learners)
+        training, samplers = self.config.training, self.count_samplers(num_learners)
         zeroed_costs = dict.fromkeys(STEP_PARTS.get(skipped_part, ()), 0.0)
-        costs, episodes = self.costs(learners, self.group_size)._replace(**zeroed_costs), self.episodes
+        costs = self.estimate_costs(num_learners, self.group_size)._replace(**zeroed_costs)
+        episodes = self.episodes
         if skipped_part in WAIT_FIELDS:
             episodes = episodes._replace(**{WAIT_FIELDS[skipped_part]: np.zeros_like(episodes.turns)})
         if training.eval_every and skipped_part != "evaluations":
-            eval_costs = self.costs(learners, 1)._replace(**dict.fromkeys(LEARNER_COSTS, 0.0) | zeroed_costs)
+            zeroed_costs = dict.fromkeys(LEARNER_COSTS, 0.0) | zeroed_costs
+            eval_costs = self.estimate_costs(num_learners, 1)._replace(**zeroed_costs)
             evaluation = StepModel(episodes, eval_costs, self.config.data.heldout_count, 1, slots, samplers)
-            costs = costs._replace(evaluation=evaluation.seconds() / training.eval_every)
+            costs = costs._replace(evaluation=evaluation.estimate_seconds() / training.eval_every)
         batch_shape = training.batch_size, self.group_size
         return StepModel(episodes, costs, *batch_shape, slots, samplers, max_staleness, self.refill)
 
-    def step(self, learners: int, slots: int, max_staleness: int, skipped_part: str = "") -> float:
-        return self.make_model(learners, slots, max_staleness, skipped_part).seconds()
+    def time_step(self, num_learners: int, slots: int, max_staleness: int, skipped_part: str = "") -> float:
+        return self.make_model(num_learners, slots, max_staleness, skipped_part).estimate_seconds()
 
     def plan(self, learners: int | None = None) -> dict[str, Any]:
         """Return step time, bottleneck, split, memory and cost; try all splits unless `learners` is given."""
@@ -259,13 +264,11 @@ class RunPlanner:
         max_gpus = max(1, self.gpus - self.width)
         if slots < 1 or not min_gpus <= (learners or min_gpus) <= max_gpus:
             raise ValueError(self._explain_too_few(min_gpus, learners))
-        candidates = {
-            round(min_gpus + (max_gpus - min_gpus) * n / (MAX_SPLITS - 1)) for n in range(MAX_SPLITS)
-        }
-        splits = {n: self.step(n, slots, staleness) for n in sorted({learners} if learners else candidates)}
+        counts = {round(min_gpus + (max_gpus - min_gpus) * n / (MAX_SPLITS - 1)) for n in range(MAX_SPLITS)}
+        splits = {n: self.time_step(n, slots, staleness) for n in sorted({learners} if learners else counts)}
         best = min(splits, key=splits.__getitem__)
-        seconds_by_staleness = {n: self.step(best, slots, n) for n in sorted({0, staleness or 1})}
-        seconds_without = {part: self.step(best, slots, staleness, part) for part in STEP_PARTS}
+        seconds_by_staleness = {n: self.time_step(best, slots, n) for n in sorted({0, staleness or 1})}
+        seconds_without = {part: self.time_step(best, slots, staleness, part) for part in STEP_PARTS}
         num_steps = self._count_steps()
         seconds, bottleneck = splits[best], min(seconds_without, key=seconds_without.__getitem__)
         step_tokens = self.make_model(best, slots, staleness).count * float(np.mean(self.episodes.sampled))

@@ -40,13 +40,13 @@ MODEL_CONFIGS: dict[str, dict[str, Any]] = yaml.safe_load(
 )
 
 # Keys of config.json that determine a dense model.
-DIMENSIONS = (
+DENSE_MODEL_KEYS = (
     "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "vocab_size", "tie_word_embeddings",
 )  # fmt: skip
 # Keys of models whose layers differ in size or have embeddings of their own, such as Gemma 4.
 LAYER_KEYS = ("per_layer_config", "global_head_dim", "hidden_size_per_layer_input")
-BITS = {"none": 16, "8bit": 8, "4bit": 4.5}  # bits per weight of a layer, including quantization scales
+WEIGHT_BITS = {"none": 16, "8bit": 8, "4bit": 4.5}  # of a layer, including quantization scales
 
 
 class ModelShape(NamedTuple):
@@ -107,7 +107,7 @@ class ModelShape(NamedTuple):
         """Return the counts of weights that a GPU holds for a config that trains all weights or a LoRA adapter."""
         # Quantization leaves fused experts as they are.
         num_quantizable = self.computed if self.active < self.total_weights else self.params
-        weight_bits, layers = BITS[config.model.quantization], max(0, num_quantizable - self.ends)
+        weight_bits, layers = WEIGHT_BITS[config.model.quantization], max(0, num_quantizable - self.ends)
         vision = 0 if self.tower is None else self.tower.num_weights
         weights, stored = self.params + vision, 2 * (self.params - layers + vision) + layers * weight_bits / 8
         trained_tower = vision * config.model.train_tower
@@ -245,12 +245,12 @@ def _shape_from_config(name: str, model_config: dict[str, Any]) -> ModelShape:
     if not is_plain:
         obstacle = "experts" if has_experts else "layers of different kinds"
         raise ValueError(f"model.name: config.json of {name} has {obstacle} but no model_type")
-    if missing_keys := [key for key in DIMENSIONS if key not in dimensions]:
+    if missing_keys := [key for key in DENSE_MODEL_KEYS if key not in dimensions]:
         raise ValueError(
             f"model.name: config.json of {name} has no {', '.join(missing_keys)}; set --model-size"
         )
     return ModelShape(
-        name, *(dimensions[key] for key in DIMENSIONS), tower=measure_described_tower(model_config)
+        name, *(dimensions[key] for key in DENSE_MODEL_KEYS), tower=measure_described_tower(model_config)
     )
 
 

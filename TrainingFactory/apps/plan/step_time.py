@@ -66,7 +66,7 @@ class StepModel:
         """Return the expected number of episodes sampled for a step."""
         return self.groups * self.group_size * self.expected_attempts
 
-    def seconds(self) -> float:
+    def estimate_seconds(self) -> float:
         """Return the seconds of a step.
 
         An episode takes longer if more rows decode concurrently. By Little's law the number of concurrently decoding
@@ -77,14 +77,14 @@ class StepModel:
         waves = max(1.0, count / running)
         num_rows, pushes, step_seconds = running, 0.0, 0.0
         for _ in range(FIXED_POINT_STEPS):
-            busy = self._sampler_seconds(num_rows, pushes)
+            busy = self._estimate_sampler_seconds(num_rows, pushes)
             durations = busy + self.episodes.tool + self.episodes.reward + self.episodes.turns * costs.driver
             mean = float(durations.mean())
             sampling = (waves - 1) * mean + self._wait_for_last(durations, running)
             sampling = max(sampling, self.count * float(self.episodes.turns.mean()) * costs.driver)
             if self.max_staleness:
-                work = count * float(self._sampler_seconds(running, pushes).mean()) / running
-                step_seconds = max(self._overlap_seconds(sampling, work), count * mean / running + costs.load)
+                work = count * float(self._estimate_sampler_seconds(running, pushes).mean()) / running
+                step_seconds = max(self._bound_overlap(sampling, work), count * mean / running + costs.load)
                 window, pushes = step_seconds - costs.load, mean / step_seconds if step_seconds else 0.0
             else:
                 step_seconds, window = sampling + costs.learner, sampling
@@ -92,7 +92,7 @@ class StepModel:
             num_rows = (num_rows + min(running, max(1.0, num_decoding))) / 2
         return step_seconds
 
-    def _sampler_seconds(self, num_rows: float, pushes: float) -> Array:
+    def _estimate_sampler_seconds(self, num_rows: float, pushes: float) -> Array:
         """Return the seconds that each episode spends in its sampler while `num_rows` episodes decode concurrently."""
         costs = self.costs
         blocked_seconds = costs.prompts + pushes * costs.renewal + self.episodes.turns * costs.turn
@@ -108,7 +108,7 @@ class StepModel:
             wait_seconds += probability * expect_maximum(durations, max(self.group_size, num_episodes))
         return wait_seconds
 
-    def _overlap_seconds(self, sampling: float, work: float) -> float:
+    def _bound_overlap(self, sampling: float, work: float) -> float:
         """Return the seconds of a step if sampling and learning overlap: the larger of two bounds. Latency: a step's
         episodes and its learner's part may span `1 + max_staleness` steps. Throughput: each step takes the work of one
         step. On a shared device both run at reduced speed while they overlap; on separate devices the speeds are 1."""

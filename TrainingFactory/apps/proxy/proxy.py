@@ -68,9 +68,9 @@ class Proxy:
         self._episode_tasks: set[asyncio.Task[None]] = set()
         self.num_started = self.num_ended = self.num_scored = 0
 
-    def app(self, token: str | None = None, local: bool = True) -> Any:
+    def make_app(self, token: str | None = None, is_local: bool = True) -> Any:
         """Return the ASGI app; with a `token`, only clients that send it can begin episodes."""
-        api = self.endpoint.make_api(token, local)
+        api = self.endpoint.make_api(token, is_local)
         api.post("/v1/episodes", self.begin_episode)
         api.get(
             "/health",
@@ -125,7 +125,7 @@ async def serve_proxy(
     server_socket: Any,
     output_file: Path,
     token: str | None,
-    local: bool,
+    is_local: bool,
     notify: Callable[[str], None],
     trained_model: str | None = None,
 ) -> Proxy:
@@ -145,5 +145,5 @@ async def serve_proxy(
         notify(
             f"proxy at {address} (POST {address}/episodes begins an episode; Ctrl-C stops); saving to {output_file}"
         )
-        await listen.make_server(proxy.app(token, local)).serve([server_socket])
+        await listen.make_server(proxy.make_app(token, is_local)).serve([server_socket])
     return proxy

@@ -22,7 +22,7 @@ from TrainingFactory.models.vision import find_tower_parameters
 
 BATCH_SIZE, LEARNING_RATE, WARMUP_STEPS = 16, 1e-3, 20
 NO_BUTTON = "none"  # the color of a cell without a button
-BUTTONS = (1, 2, 4, None, None, None)  # on a screen, in turn; None: all cells have one
+BUTTON_COUNTS = (1, 2, 4, None, None, None)  # on a screen, in turn; None: all cells have one
 
 
 def align_tower(
@@ -99,7 +99,7 @@ def _initialize_weights(model: Any) -> None:
 
 def _generate_screens(options: Mapping[str, Any], seed: int) -> Iterator[ScreenEnvironment]:
     rng = random.Random(f"alignment {seed}")
-    kinds = [Screens.from_options({**options, "widgets": widgets}).as_environment() for widgets in BUTTONS]
+    kinds = [Screens.from_options({**options, "widgets": count}).as_environment() for count in BUTTON_COUNTS]
     while True:
         for environment in kinds:
             [task] = environment.tasks("train", rng.getrandbits(32), 1)

@@ -16,16 +16,16 @@ from TrainingFactory.common.arithmetic import format_result
 from TrainingFactory.data.datasets import read_rows
 
 HUB_ID = "openai/gsm8k:main"
-PARTS = ("sft", "sft_dev", "tasks", "dev", "test")  # one file of rows per part
+SPLITS = ("sft", "sft_dev", "tasks", "dev", "test")  # one file of rows per part
 DEV_EVERY = 15  # one row in 15 of the training set goes to the dev split, chosen by a hash of its question
-_CALCULATION = re.compile(r"<<([^<>]*)=([^<>=]*)>>")
+_MARKED_SUM = re.compile(r"<<([^<>]*)=([^<>=]*)>>")
 
 
 @dataclass(slots=True)
 class PreparedRows:
     """Rows of each part; `dropped` counts the skipped rows by part and reason, which are keys of recipe.json."""
 
-    rows: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {split: [] for split in PARTS})
+    rows: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {split: [] for split in SPLITS})
     dropped: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -79,7 +79,7 @@ def _parse_task(row: dict[str, Any], task_id: str, problem: str | None) -> tuple
 def _write_messages(solution: str, final_answer: str, with_calls: bool) -> list[dict[str, Any]]:
     """Return the messages after the question: one assistant turn per call, then the rest of the solution."""
     messages, position = list[dict[str, Any]](), 0
-    for index, match in enumerate(_CALCULATION.finditer(solution) if with_calls else ()):
+    for index, match in enumerate(_MARKED_SUM.finditer(solution) if with_calls else ()):
         expression, reply = _to_expression(match[1]), format_result(_to_expression(match[2]))
         if format_result(expression) != reply:
             raise ValueError("a marked sum has another result")
@@ -93,7 +93,7 @@ def _write_messages(solution: str, final_answer: str, with_calls: bool) -> list[
         position = match.end()
     if with_calls and (not messages or "<<" in solution[position:]):
         raise ValueError("no sum is marked, or one not as <<48/2=24>>")
-    remaining_text = _CALCULATION.sub("", solution[position:]).strip()
+    remaining_text = _MARKED_SUM.sub("", solution[position:]).strip()
     return [*messages, {"role": "assistant", "content": f"{remaining_text}\n#### {final_answer}".strip()}]
 
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from TrainingFactory.apps.recipes.gsm8k import HUB_ID, PreparedRows, prepare
-from TrainingFactory.apps.recipes.screen import ALIGNMENT_STEPS, MODEL, prepare_screen, write_model
-from TrainingFactory.apps.recipes.wordnet import FOLDER, WordNet
+from TrainingFactory.apps.recipes.screen import ALIGNMENT_STEPS, TEXT_MODEL, prepare_screen, write_model
+from TrainingFactory.apps.recipes.wordnet import WORDNET_FOLDER, WordNet
 from TrainingFactory.apps.recipes.wordnet_questions import prepare_wordnet
 from TrainingFactory.assembly.datasets import write_rows
 from TrainingFactory.assembly.named_files import read_config
@@ -44,7 +44,7 @@ Scale = Literal["full", "small"]
 RUN_NAMES, STATE_FILE = ("sft", "grpo"), "recipe.json"
 # task -> model -> prefix of its configs, PREFIX_sft.yaml and PREFIX_grpo.yaml. The first model is the default; other
 # models than these are trained by its configs.
-CONFIGS = {
+CONFIG_PREFIXES = {
     "gsm8k": {
         "smollm2-135m": "smollm2_gsm8k",
         "qwen2.5-coder-1.5b": "qwen25_coder_gsm8k",
@@ -52,12 +52,12 @@ CONFIGS = {
     },
     "wordnet": {"smollm2-135m": "smollm2_wordnet"},
     "text2sql": {"qwen2.5-coder-1.5b": "qwen25_coder_text2sql"},
-    "screen": {MODEL: "smolvlm_screen"},
+    "screen": {TEXT_MODEL: "smolvlm_screen"},
 }
 # For sft the last checkpoint, which solves more tasks than the one with the lowest loss; for grpo the best one.
 EVALUATED_CHECKPOINTS = {"sft": "sft", "grpo": "grpo@best"}
-GENERATED = "generated"  # the source of rows that are not read
-TEMPERATURES = {"greedy": 0.0, "temperature 1": 1.0}
+GENERATED_SOURCE = "generated"  # the source of rows that are not read
+EVAL_TEMPERATURES = {"greedy": 0.0, "temperature 1": 1.0}
 TEXT2SQL_TASKS = {"tasks": 2000, "dev": 300, "test": 600}  # generated tasks of each split
 MAX_EXAMPLES = 3  # examples of improved tasks, and of worsened tasks
 REPORTED_METRICS = (
@@ -123,29 +123,29 @@ def write_screen(
     options: Mapping[str, Any], model: str | None, folder: Path, seed: int = 0, steps: int = ALIGNMENT_STEPS
 ) -> PreparedRows:
     """Write the rows of each part, and the text model `model` with a vision tower aligned for `steps` steps."""
-    write_model(folder / "model", options, model or MODEL, seed, steps)
-    return _write_parts(run(lambda: prepare_screen(options)), GENERATED, folder)
+    write_model(folder / "model", options, model or TEXT_MODEL, seed, steps)
+    return _write_parts(run(lambda: prepare_screen(options)), GENERATED_SOURCE, folder)
 
 
 # task -> default source of its rows, and the function that writes them; `screen` also writes its model
 TASK_WRITERS = {
     "gsm8k": (HUB_ID, write_gsm8k),
-    "wordnet": (FOLDER, write_wordnet),
-    "text2sql": (GENERATED, write_text2sql),
-    "screen": (GENERATED, None),
+    "wordnet": (WORDNET_FOLDER, write_wordnet),
+    "text2sql": (GENERATED_SOURCE, write_text2sql),
+    "screen": (GENERATED_SOURCE, None),
 }
 
 
 class Recipe:
     """The stages of a recipe. The constructor validates the options; then call `prepare`, `train` for each of `runs`,
-    `measure` and `results` in this order. `sft` and `grpo` are overrides of their configs."""
+    `measure` and `write_results` in this order. `sft` and `grpo` are overrides of their configs."""
 
     def __init__(
         self, source: str | None = None, model: str | None = None, out: str | Path | None = None, seed: int = 0,
         scale: Scale = "full", plain: bool = False, sft: Sequence[str] = (), grpo: Sequence[str] = (),
         task: str = "gsm8k",
     ) -> None:  # fmt: skip
-        if TASK_WRITERS[task][0] == GENERATED and source is not None:
+        if TASK_WRITERS[task][0] == GENERATED_SOURCE and source is not None:
             raise ValueError(f"{task} generates its tasks; remove --data {source}")
         if task == "screen" and plain:
             raise ValueError("screen has no form without tools: the model taps with one; remove --plain")
@@ -166,20 +166,17 @@ class Recipe:
             if has_runs and differences.keys() - {"source"}:  # the rows are written: their source may differ
                 changes = "; ".join(change for key, change in differences.items() if key != "source")
                 raise ValueError(f"{self.out} was made with other options ({changes}); choose another --out")
-            if has_runs or not differences.keys() & {
-                "task",
-                "source",
-                "plain",
-            }:  # else prepare the rows again
+            # Else prepare the rows again.
+            if has_runs or not differences.keys() & {"task", "source", "plain"}:
                 self.state = previous_state | {"asked": recorded_options if has_runs else options}
         elif self.out.is_dir() and any(self.out.glob("[!.]*")):
             raise ValueError(f"{self.out} exists and is not a recipe's folder; choose another --out")
-        config_prefixes = CONFIGS[task]
+        config_prefixes = CONFIG_PREFIXES[task]
         self._prefix = config_prefixes.get((model or "").lower(), next(iter(config_prefixes.values())))
-        self.runs = [name for name in RUN_NAMES if self._config_file(name).is_file()]
+        self.runs = [name for name in RUN_NAMES if self._find_config(name).is_file()]
         if sft and "sft" not in self.runs:
             raise ValueError(f"{self._prefix} has no SFT stage; remove --sft {sft[0]}")
-        overrides = self._default_overrides(model, seed, scale)
+        overrides = self._make_overrides(model, seed, scale)
         user_overrides = {"sft": sft, "grpo": grpo}
         self._overrides = {name: [*_options(overrides[name]), *user_overrides[name]] for name in self.runs}
         self.configs = {name: self._load_config(name) for name in self.runs}
@@ -191,7 +188,7 @@ class Recipe:
             "grpo": EVALUATED_CHECKPOINTS["grpo"] if keeps_best else "grpo",
         }
 
-    def _default_overrides(self, model: str | None, seed: int, scale: Scale) -> dict[str, dict[str, Any]]:
+    def _make_overrides(self, model: str | None, seed: int, scale: Scale) -> dict[str, dict[str, Any]]:
         """Return the overrides of each run's config, before those of the user."""
         data = {part: str(self.out / "data" / f"{part}.jsonl") for part in ("sft", "sft_dev", "tasks", "dev")}
         overrides: dict[str, dict[str, Any]] = {
@@ -215,11 +212,11 @@ class Recipe:
             overrides[run_name] |= SMALL_OVERRIDES[run_name] if scale == "small" else {}
         return overrides
 
-    def _config_file(self, run_name: str) -> Path:
+    def _find_config(self, run_name: str) -> Path:
         return Path(__file__).with_name(f"{self._prefix}_{run_name}.yaml")
 
     def _load_config(self, name: str, overrides: dict[str, Any] | None = None) -> TrainingConfig:
-        return read_config(self._config_file(name), [*self._overrides[name], *_options(overrides or {})])
+        return read_config(self._find_config(name), [*self._overrides[name], *_options(overrides or {})])
 
     def prepare(self, watcher: Watcher) -> None:
         """Write the rows, and report how many were written and skipped."""
@@ -254,7 +251,7 @@ class Recipe:
                 watcher.say("interrupted; run the same command again to resume")
                 raise KeyboardInterrupt
 
-    def splits(self, with_test: bool) -> list[str]:
+    def choose_splits(self, with_test: bool) -> list[str]:
         """Return the splits to evaluate: `dev`, and `test` if `with_test` is set or was set in an earlier call."""
         self.state["final"] = with_test or self.state.get("final", False)
         return ["dev", "test"] if self.state["final"] else ["dev"]
@@ -262,7 +259,7 @@ class Recipe:
     def measure(self, split: str, watcher: Watcher) -> None:
         """Evaluate both models on `dev` or `test` at every temperature; reuse recorded evaluations."""
         with self._record_seconds(split), _with_resume_hint():
-            for decoding, temperature in TEMPERATURES.items():
+            for decoding, temperature in EVAL_TEMPERATURES.items():
                 baseline, candidate = (
                     self._evaluate(name, split, temperature, watcher) for name in self.evaluated
                 )
@@ -304,7 +301,7 @@ class Recipe:
             raise ValueError(f"no episode of {variant} on {split} was scored; see the errors in {file}")
         return compared_model
 
-    def results(self) -> dict[str, Any]:
+    def write_results(self) -> dict[str, Any]:
         """Write all results to results.json, and return them."""
         import torch
 

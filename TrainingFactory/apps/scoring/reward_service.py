@@ -48,7 +48,7 @@ class Content(BaseModel):
     role: str = "user"
     parts: list[ContentPart] = Field(default_factory=list)
 
-    def messages(self, is_response: bool = False) -> list[Message]:
+    def to_messages(self, is_response: bool = False) -> list[Message]:
         """Return the messages in the content, with one message per tool result."""
         results = [part.functionResponse for part in self.parts if part.functionResponse is not None]
         calls = [part.functionCall for part in self.parts if part.functionCall is not None]
@@ -70,15 +70,15 @@ class ScoringRequest(BaseModel):
     response: Content
     metadata: dict[str, Any] = Field(default_factory=dict)
 
-    def trajectory(self) -> Trajectory:
+    def to_trajectory(self) -> Trajectory:
         """Return the response as an episode of one turn. The task's answer is the reference named `answer`, or the only
         reference."""
         references = self.example.references
         answer = references.get(ANSWER_KEY, next(iter(references.values())) if len(references) == 1 else None)
         system = self.example.systemInstruction
-        prompt = [Message("system", message.content) for message in (system.messages() if system else ())]
-        prompt += [message for content in self.example.contents for message in content.messages()]
-        [message] = self.response.messages(is_response=True) or [Message("assistant")]
+        prompt = [Message("system", message.content) for message in (system.to_messages() if system else ())]
+        prompt += [message for content in self.example.contents for message in content.to_messages()]
+        [message] = self.response.to_messages(is_response=True) or [Message("assistant")]
         turn = Turn([], Completion([], [], "stop"), message)
         user_texts = [message.content for message in prompt if message.role == "user"]
         task = Task("example", user_texts[-1] if user_texts else "", answer, dict(references))
@@ -104,14 +104,14 @@ class RewardService:
         self._reward = make_reward(self.config)
         await open_reward(self._reward, stack, self._notify)
 
-    def api(self, key: str | None = None, local: bool = True) -> Api:
-        api = Api(key, local)
+    def make_api(self, key: str | None = None, is_local: bool = True) -> Api:
+        api = Api(key, is_local)
         for path in SCORING_PATHS:
             api.post(path, self.answer)
-        api.get("/health", self.health, needs_key=False)
+        api.get("/health", self.report_health, needs_key=False)
         return api
 
-    def health(self) -> dict[str, Any]:
+    def report_health(self) -> dict[str, Any]:
         return {"status": "ok", "reward": self.name, "scored": self.num_scored, "failed": self.num_failed}
 
     async def answer(self, body: bytes) -> HandlerResult:
@@ -122,7 +122,7 @@ class RewardService:
             location = ".".join(map(str, first_error["loc"])) or "body"
             raise ApiError(f"{location}: {first_error['msg']}", location) from None
         try:
-            reward = await self._score(request.trajectory())
+            reward = await self._score(request.to_trajectory())
         except Exception as error:  # rewards are user code
             self.num_failed += 1
             raise ApiError(format_error(error), "response", status=500, code="unscored") from error

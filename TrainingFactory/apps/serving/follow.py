@@ -16,7 +16,7 @@ from safetensors import safe_open
 from transformers import AutoConfig
 
 from TrainingFactory.apps.plan.memory import format_bytes
-from TrainingFactory.apps.serving.served import ServedModel, load_served_model, serving_config
+from TrainingFactory.apps.serving.served import ServedModel, load_served_model, make_serving_config
 from TrainingFactory.apps.serving.server import ChatServer
 from TrainingFactory.assembly.fleet import samples_elsewhere
 from TrainingFactory.assembly.memory import cache_bytes, free_bytes, release_models, state_bytes
@@ -49,7 +49,7 @@ def follow_alias(
     catalogue = Catalogue(registry_path(runs, registry))
 
     def make_config(version_name: str) -> TrainingConfig:
-        return serving_config(find_model(version_name, runs, registry), overrides)
+        return make_serving_config(find_model(version_name, runs, registry), overrides)
 
     if samples_elsewhere(make_config(str(resolved.version))):
         raise ValueError(
@@ -130,7 +130,7 @@ class Follower:
 def check_free_memory(config: TrainingConfig, current_model: ServedModel) -> None:
     """Raise MemoryError, with the missing bytes, if a model does not fit in memory beside the current one."""
     device = pick_device(config.model.device)
-    required_bytes, available_bytes = needed_bytes(config, current_model), free_bytes(device)
+    required_bytes, available_bytes = estimate_needed_bytes(config, current_model), free_bytes(device)
     if required_bytes > available_bytes:
         raise MemoryError(
             f"it needs {format_bytes(required_bytes)} beside {current_model.version}, but {device} has "
@@ -138,7 +138,7 @@ def check_free_memory(config: TrainingConfig, current_model: ServedModel) -> Non
         )
 
 
-def needed_bytes(config: TrainingConfig, current_model: ServedModel) -> int:
+def estimate_needed_bytes(config: TrainingConfig, current_model: ServedModel) -> int:
     """Return the bytes of the weights and of a full KV cache. A model without a local folder, such as an adapter's base
     on the hub, counts as large as the current model."""
     model, base_folder = config.model, Path(config.model.name)

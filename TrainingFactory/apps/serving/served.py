@@ -54,7 +54,7 @@ def load_served_model(
     return ServedModel(chat, sampler, slots, SamplingParams(**sampling_options), version, model, folding)
 
 
-def serving_config(model: ResolvedModel, overrides: Sequence[str] = ()) -> TrainingConfig:
+def make_serving_config(model: ResolvedModel, overrides: Sequence[str] = ()) -> TrainingConfig:
     """Return the config to serve a model with: its training config's model and sampling sections and its folding of
     conversations, plus overrides."""
     sections = make_sections(model)

@@ -65,19 +65,19 @@ class ChatServer:
         """Return the replaced model versions that still serve requests."""
         return [model.version for ref in self._finishing_models if (model := ref()) is not None]
 
-    def api(self, key: str | None = None, local: bool = True) -> Api:
-        api = Api(key, local)
+    def make_api(self, key: str | None = None, is_local: bool = True) -> Api:
+        api = Api(key, is_local)
         for route in API_ROUTES:
             api.post(route.path, partial(self.answer, route), route.dialect)
-        api.get("/v1/models", self.models)
-        api.get("/health", self.health, needs_key=False)
+        api.get("/v1/models", self.list_models)
+        api.get("/health", self.report_health, needs_key=False)
         return api
 
     async def answer(self, route: Route, body: bytes, model: str | None = None) -> HandlerResult:
         """Answer one request, in one piece or as a stream."""
         served_model, dialect = self.model, route.dialect
         try:
-            with self.admitted():
+            with self.admit():
                 request, prompt = await self.read_request(served_model, route, body, model)
                 self.ignored += bool(request.ignored_fields)
                 if route.counts_tokens:
@@ -85,29 +85,29 @@ class ChatServer:
                 if served_model.folding is not None and len(prompt) > served_model.folding.limit:
                     prompt = await self._fold_prompt(served_model, served_model.folding, request, prompt)
                 self._set_max_tokens(served_model, request, len(prompt))
-            with self.admitted(request.n):  # rejects a stream here, while it can still send a status code
+            with self.admit(request.n):  # rejects a stream here, while it can still send a status code
                 sample = partial(self._sample_choice, served_model, request, prompt)
                 head = ResponseHead(self.name, len(prompt), served_model.version, request.folded)
                 if request.stream:
                     writer = dialect.make_writer(request, head)
-                    return stream_choices(request.n, sample, writer, self.admitted(request.n))
+                    return stream_choices(request.n, sample, writer, self.admit(request.n))
                 return dialect.make_response(request, head, await sample_choices(request.n, sample))
         except ApiError:
             self.num_refused += 1
             raise
 
-    def models(self) -> dict[str, Any]:
+    def list_models(self) -> dict[str, Any]:
         model = self.model
         row = {"id": self.name, "object": "model", "created": self._started, "owned_by": "trainingfactory"}
-        row |= {"max_model_len": model.sampler.max_length} | _model_fields("version", model)
+        row |= {"max_model_len": model.sampler.max_length} | _make_version_field("version", model)
         return {"object": "list", "data": [row]}
 
-    def health(self) -> dict[str, Any]:
+    def report_health(self) -> dict[str, Any]:
         num_running = min(self.num_pending, self.model.slots)
         counts = {"running": num_running, "waiting": self.num_pending - num_running}
         counts |= {"refused": self.num_refused, "ignored": self.ignored}
         counts |= {} if self.model.folding is None else {"folded": self.folded}
-        status = {"status": "ok", "model": self.name} | _model_fields("version", self.model) | counts
+        status = {"status": "ok", "model": self.name} | _make_version_field("version", self.model) | counts
         return status | ({} if self.follows is None else self.follows | {"finishing": self.list_finishing()})
 
     async def read_request(
@@ -194,7 +194,7 @@ class ChatServer:
             raise ApiError(problem, "messages") from error
 
     @contextlib.contextmanager
-    def admitted(self, num_choices: int = 1) -> Iterator[None]:
+    def admit(self, num_choices: int = 1) -> Iterator[None]:
         """Count `num_choices` choices as pending while the block runs; raise ApiError if the queue is full."""
         max_requests = self.model.slots + self.queue
         if num_choices > max_requests:
@@ -237,6 +237,6 @@ def make_server(
     return ChatServer(name, load_served_model(config, version, notify), queue=queue)
 
 
-def _model_fields(key: str, model: ServedModel) -> dict[str, str]:
+def _make_version_field(key: str, model: ServedModel) -> dict[str, str]:
     """Return {key: version} of a registered model; empty for other models."""
     return {} if model.version is None else {key: model.version}

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from TrainingFactory.apps.reports.credit_view import TokenPiece
 from TrainingFactory.apps.reports.run_credit import resolve_step, run_credit
-from TrainingFactory.apps.views.episodes import episode_view
+from TrainingFactory.apps.views.episodes import make_episode_view
 from TrainingFactory.apps.views.index import EpisodeIndex
 from TrainingFactory.apps.views.shapes import CreditView, GroupView, Json
 from TrainingFactory.data.trajectories import trajectory_from_dict
@@ -44,7 +44,7 @@ def group_credit(
         except (ValueError, OSError) as error:
             group_view.notes.append(f"the learner's log-probs are not available: {error}")
     for (line, line_number, episode), by_turn in zip(members, logprobs, strict=True):
-        view, entry = episode_view(line, line_number, run.name), credits[episode.group, episode.member]
+        view, entry = make_episode_view(line, line_number, run.name), credits[episode.group, episode.member]
         view.credit = CreditView(
             measure=credit.measure, largest=credit.largest, note=credit.notes[0], left_out=entry.left_out,
             turns=[{"pieces": list(_list_pieces(turn.pieces, p))} for turn, p in zip(entry.turns, by_turn, strict=True)]

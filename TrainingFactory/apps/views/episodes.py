@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from urllib.parse import quote
 
-from TrainingFactory.apps.views.files import ReadProblems, error_reason, read_json
+from TrainingFactory.apps.views.files import ReadProblems, format_reason, read_json
 from TrainingFactory.apps.views.shapes import EpisodeRow, EpisodeView, Json, Reward, TurnView
 from TrainingFactory.common.image_parts import MEDIA_TYPE
 from TrainingFactory.data.trajectories import trajectory_to_dict
@@ -38,7 +38,7 @@ def read_row(line: bytes, line_number: int) -> tuple[EpisodeRow, list[str]]:
     try:
         return make_episode_row(read_line(line), line_number)
     except READ_ERRORS as error:
-        problem = f"Line {line_number} of {TRAJECTORIES} is not an episode: {error_reason(error)}"
+        problem = f"Line {line_number} of {TRAJECTORIES} is not an episode: {format_reason(error)}"
         return EpisodeRow(number=line_number, status="unreadable", error=problem[:300]), []
 
 
@@ -71,27 +71,29 @@ def _iterate_results(turn: Json) -> Iterator[tuple[str, Json]]:
         yield dict(call_names).get(result.get("id") or None) or fallback_name, result
 
 
-def episode_view(source: bytes | Trajectory, line_number: int, run: str | None = None) -> EpisodeView:
+def make_episode_view(
+    source: bytes | Trajectory, line_number: int, run_name: str | None = None
+) -> EpisodeView:
     """Return the view of an episode, without its token ids. `problem` names the parts that cannot be read. `run` is the
     run whose folder has the images; None: the source contains them."""
     line = json.dumps(trajectory_to_dict(source)).encode() if isinstance(source, Trajectory) else source
     view, problems = EpisodeView(row=read_row(line, line_number)[0]), ReadProblems()
-    with problems.reading(f"line {line_number}"):
+    with problems.record_errors(f"line {line_number}"):
         episode_json = read_line(line)
-        with problems.reading("images"):
-            _set_image_sources(episode_json, run)
-        with problems.reading("task"):
+        with problems.record_errors("images"):
+            _set_image_sources(episode_json, run_name)
+        with problems.record_errors("task"):
             view.task = dict(episode_json["task"])
-        with problems.reading("prompt"):
+        with problems.record_errors("prompt"):
             view.prompt = [dict(message) for message in episode_json["prompt"]]
-        with problems.reading("tools"):
+        with problems.record_errors("tools"):
             specs = [spec.get("function", spec) for spec in episode_json["tools"]]
             view.tools = [spec["name"] for spec in specs]
             view.thousandths = [spec["name"] for spec in specs if _takes_thousandths(spec)]
-        with problems.reading("reward"):
+        with problems.record_errors("reward"):
             if (reward := episode_json.get("reward")) is not None:
                 view.reward = Reward(*(reward[key] for key in ("outcome", "steps", "parts")))
-        with problems.reading("turns"):
+        with problems.record_errors("turns"):
             steps = [] if view.reward is None else view.reward.steps
             for index, turn in enumerate(episode_json["turns"]):
                 view.turns.append(_make_turn_view(turn, steps[index] if index < len(steps) else None))

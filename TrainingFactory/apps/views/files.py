@@ -46,16 +46,16 @@ class ReadProblems:
         self.texts: list[str] = []
 
     @contextmanager
-    def reading(self, subject: str) -> Iterator[None]:
+    def record_errors(self, subject: str) -> Iterator[None]:
         """Record an error raised in the block; `subject` names the file or the part of it that is read."""
         try:
             yield
         except Exception as error:  # users may have edited the files in any way
-            reason = error_reason(error)
+            reason = format_reason(error)
             self.texts.append(reason if subject in reason else f"{subject}: {reason}")
 
 
-def error_reason(error: Exception) -> str:
+def format_reason(error: Exception) -> str:
     """Return an error message in one line."""
     return f"{error} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())
 

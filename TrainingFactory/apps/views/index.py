@@ -9,7 +9,7 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
-from TrainingFactory.apps.views.episodes import contains_text, episode_view, read_row
+from TrainingFactory.apps.views.episodes import contains_text, make_episode_view, read_row
 from TrainingFactory.apps.views.files import FileChunk, FilePosition, read_new_lines
 from TrainingFactory.apps.views.shapes import EpisodePage, EpisodeRow, EpisodeView, GroupView, SortOrder
 from TrainingFactory.data.disk import open_regular_file
@@ -19,8 +19,8 @@ BLOCK_BYTES = 4 << 20  # bytes per read
 MAX_INDEXED_BYTES = 8 << 20  # maximum bytes that one request indexes
 MAX_SEARCHED_BYTES = 32 << 20  # maximum bytes that one request searches for a text
 MAX_ROWS = 1000  # maximum rows of a page
-COLUMNS = tuple(EpisodeRow.model_fields)
-INSERT_EPISODE = f"INSERT INTO episodes VALUES ({', '.join('?' * (len(COLUMNS) + 3))})"
+EPISODE_COLUMNS = tuple(EpisodeRow.model_fields)
+INSERT_EPISODE = f"INSERT INTO episodes VALUES ({', '.join('?' * (len(EPISODE_COLUMNS) + 3))})"
 SORT_KEYS: dict[SortOrder, str] = {
     "place": "number", "reward": "coalesce(reward, -1e308)", "length": "tokens", "seconds": "seconds",
 }  # fmt: skip
@@ -63,7 +63,7 @@ class EpisodeIndex:
         # With an empty name SQLite uses a temporary database, which it moves to disk when it grows large.
         self._db = sqlite3.connect("", check_same_thread=False)
         self._db.row_factory = sqlite3.Row
-        columns = ", ".join(f'"{name}"' for name in (*COLUMNS[1:], "start", "length", "failed"))
+        columns = ", ".join(f'"{name}"' for name in (*EPISODE_COLUMNS[1:], "start", "length", "failed"))
         self._db.execute(f"CREATE TABLE episodes (number INTEGER PRIMARY KEY, {columns})")
         self._db.execute("CREATE INDEX by_step ON episodes (step, task)")
 
@@ -96,7 +96,7 @@ class EpisodeIndex:
                     searched_bytes += len(line)
                     if not contains_text(line, query.text):
                         continue
-                rows.append(EpisodeRow(**{name: row[name] for name in COLUMNS}))
+                rows.append(EpisodeRow(**{name: row[name] for name in EPISODE_COLUMNS}))
         if query.text:
             num_matched = None if is_cut or chunk.has_more or query.after is not None else len(rows)
         return EpisodePage(
@@ -109,7 +109,7 @@ class EpisodeIndex:
         """Return one episode by its line number; raise ValueError if there is none."""
         if not (lines := self.lines("number = ?", line_number)):
             raise ValueError(f"run {self.run.name} has no episode {line_number}")
-        view = episode_view(*lines[0], self.run.name)
+        view = make_episode_view(*lines[0], self.run.name)
         view.tree = self._load_tree(view.row)
         return view
 
@@ -120,7 +120,7 @@ class EpisodeIndex:
         sql = 'SELECT * FROM episodes WHERE step = ? AND task = ? AND "group" = ? ORDER BY member'
         with self._lock:
             records = self._db.execute(sql, (row.step, row.task, row.group)).fetchall()
-        rows = [EpisodeRow(**{name: record[name] for name in COLUMNS}) for record in records]
+        rows = [EpisodeRow(**{name: record[name] for name in EPISODE_COLUMNS}) for record in records]
         return rows if any(record.parent is not None for record in rows) else []
 
     def group(self, step: int, task: str, group: str | None = None) -> GroupView:
@@ -128,7 +128,8 @@ class EpisodeIndex:
         condition = 'step = ? AND task = ? AND "group" = coalesce(?, "group")'
         if not (lines := self.lines(condition, step, task, group)):
             raise ValueError(f"run {self.run.name} has no episodes of task {task!r} in step {step}")
-        return GroupView(step=step, task=task, members=[episode_view(*line, self.run.name) for line in lines])
+        members = [make_episode_view(*line, self.run.name) for line in lines]
+        return GroupView(step=step, task=task, members=members)
 
     def lines(self, condition: str, *parameters: Any) -> list[tuple[bytes, int]]:
         """Return (line, number) of the matching episodes, which must be consecutive, such as those of a step."""

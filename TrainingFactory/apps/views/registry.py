@@ -7,9 +7,9 @@ from pathlib import Path
 
 from TrainingFactory.apps.judge_audit.report import AUDITS_FILE
 from TrainingFactory.apps.views import shapes
-from TrainingFactory.apps.views.episodes import episode_view
+from TrainingFactory.apps.views.episodes import make_episode_view
 from TrainingFactory.apps.views.files import read_json, read_last_lines
-from TrainingFactory.apps.views.runs import evaluation_row, make_lineage_rows
+from TrainingFactory.apps.views.runs import make_evaluation_row, make_lineage_rows
 from TrainingFactory.evaluation.comparison import ComparedModel, StoredRecord, compare, pair_up, success_rate
 from TrainingFactory.evaluation.records import read_all_records
 from TrainingFactory.registry.catalogue import Catalogue
@@ -29,31 +29,31 @@ def list_models(catalogue: Catalogue) -> shapes.ModelList:
     rows: dict[str, shapes.ModelRow] = {}
     for version in catalogue.versions():
         row = rows.setdefault(version.model, shapes.ModelRow(name=version.model, versions=[], aliases={}))
-        row.versions.append(_version_row(catalogue, version))
+        row.versions.append(_make_version_row(catalogue, version))
         row.aliases |= dict.fromkeys(version.aliases, version.number)
     return shapes.ModelList(models=list(rows.values()))
 
 
-def _version_row(catalogue: Catalogue, version: Version) -> shapes.VersionRow:
+def _make_version_row(catalogue: Catalogue, version: Version) -> shapes.VersionRow:
     return shapes.VersionRow(
         **{name: getattr(version, name) for name in VERSION_FIELDS},
         version=str(version), aliases=list(version.aliases), run=version.lineage.get("run"),
         step=version.lineage.get("step"), kind="adapter" if version.base else "model",
         base=catalogue.base_name(version) if version.base else None,
-        evaluations=[evaluation_row(record) for record in catalogue.evaluations(str(version))],
+        evaluations=[make_evaluation_row(record) for record in catalogue.evaluations(str(version))],
     )  # fmt: skip
 
 
-def version_view(catalogue: Catalogue, name: str) -> shapes.VersionView:
+def make_version_view(catalogue: Catalogue, name: str) -> shapes.VersionView:
     """Return a version by its name (agent:3, agent@champion); raise ValueError if it does not exist."""
     version = catalogue.get(name)
     return shapes.VersionView(
-        version=_version_row(catalogue, version), folder=str(catalogue.folder(version)), commands=[],
+        version=_make_version_row(catalogue, version), folder=str(catalogue.folder(version)), commands=[],
         lineage=make_lineage_rows(version.lineage), decisions=catalogue.decisions(version.model),
     )  # fmt: skip
 
 
-def comparison_view(first: str, second: str, runs: Path, catalogue: Catalogue) -> shapes.ComparisonView:
+def make_comparison_view(first: str, second: str, runs: Path, catalogue: Catalogue) -> shapes.ComparisonView:
     """Compare two models by their recorded evaluations; play no episodes. A name is a run, sft@step-40, a version, a
     model or the id of a record, never a path. Use the latest pair of records with the most similar conditions, or all
     entries of a suite; raise ValueError if there is no pair."""
@@ -81,7 +81,7 @@ def comparison_view(first: str, second: str, runs: Path, catalogue: Catalogue) -
         if task_pair.first != task_pair.second:
             task_pair.flipped = "better" if task_pair.second > task_pair.first else "worse"
         task_pair.episodes = [
-            episode and episode_view(episode, 0) for episode in episodes.get((index, a.task), [])
+            episode and make_episode_view(episode, 0) for episode in episodes.get((index, a.task), [])
         ]
         tasks.append(task_pair)
     tasks.sort(key=lambda pair: not pair.flipped)

@@ -10,7 +10,7 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.runs.folder import NOTES_KEY, RunFolder
 
 # metric shown if the run has it -> format
-FORMATS = {
+METRIC_FORMATS = {
     "steps_per_second": "{:.3g}", "loss": "{:.4f}", "reward": "{:.3f}", "reward_std": "{:.3f}", "accuracy": "{:.3f}",
     "eval/success": "{:.3f}", "eval/loss": "{:.4f}", "eval/perplexity": "{:.3f}", "eval/accuracy": "{:.3f}",
     "eval/tool_success": "{:.3f}", "tool_success": "{:.3f}", "turns": "{:.2f}", "length": "{:.1f}",
@@ -59,16 +59,16 @@ def summarize_training(config: TrainingConfig, run_info: dict[str, Any]) -> str:
     return f"{algorithm} in conversations"
 
 
-def latest_metrics(metrics: MetricRows) -> dict[str, Any]:
+def merge_metrics(metrics: MetricRows) -> dict[str, Any]:
     """Return the last value of each metric; a step need not have all metrics."""
     return {key: value for row in metrics for key, value in row.items()}
 
 
 def select_metrics(metrics: MetricRows) -> dict[str, str]:
-    """Return the metrics to show with their formats: those of FORMATS that exist, each followed by its parts."""
+    """Return the metrics to show with their formats: those of METRIC_FORMATS that exist, each followed by its parts."""
     names = dict.fromkeys(key for row in metrics for key in row)
     formats: dict[str, str] = {}
-    for key, number_format in FORMATS.items():
+    for key, number_format in METRIC_FORMATS.items():
         parts = [name for name in names if key in PART_PREFIXES and name.startswith(PART_PREFIXES[key])]
         formats |= dict.fromkeys([key, *parts] if key in names else parts, number_format)
     return formats

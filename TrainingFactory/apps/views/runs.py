@@ -20,7 +20,7 @@ from TrainingFactory.apps.views.episodes import READ_ERRORS
 from TrainingFactory.apps.views.files import (
     FilePosition,
     ReadProblems,
-    error_reason,
+    format_reason,
     read_json,
     read_last_lines,
     read_new_lines,
@@ -49,7 +49,7 @@ WATCHED_FILES = (METRICS, STATUS, CONFIG, ENVIRONMENT, FINDINGS, run_files.EVALU
 BASE_MODEL = "the base model"
 UNLISTED_OPTIONS = ("logging.", "registry.")  # of a row: where results go, not how they come about
 MAX_OPTION_CHARS = 80  # characters of an option's value in a row
-COMMANDS = ("runs show", "runs stop", "runs resume", "runs report", "eval", "serve", "runs episodes")
+RUN_COMMANDS = ("runs show", "runs stop", "runs resume", "runs report", "eval", "serve", "runs episodes")
 
 
 @dataclass(slots=True)
@@ -142,28 +142,28 @@ def _make_run_row(run: RunFolder, cached_run: _CachedRun, updated_at: float) -> 
         row.problem = "Run folder name is not valid UTF-8. Rename the folder."
         return row
     problems, config = ReadProblems(), None
-    with problems.reading(METRICS):
+    with problems.record_errors(METRICS):
         cached_run.add_metrics(run.path / METRICS)
         _add_metrics(row, cached_run)
     if not is_run(run.path):
         row.problem = f"Incomplete run: {CONFIG} or {ENVIRONMENT} is missing."
         return row
-    with problems.reading(CONFIG):
+    with problems.record_errors(CONFIG):
         config = run.config
         _add_config(row, config)
-    with problems.reading(STATUS):
+    with problems.record_errors(STATUS):
         status = run.status
         row.step, row.steps, row.seconds = status.step, status.steps, status.seconds
         row.state = run.state
-    with problems.reading(FINDINGS):
+    with problems.record_errors(FINDINGS):
         row.findings = sum(finding.last_step is None for finding in findings(run, problems.texts.append))
-    with problems.reading(run_files.EVALUATIONS):
+    with problems.record_errors(run_files.EVALUATIONS):
         if config is not None and row.state != "running":  # a running run's own evaluations are the newest
             row.heldout = _find_newest_evaluation(run, row.heldout, config) or row.heldout
-    with problems.reading(ANNOTATIONS_FILE):
+    with problems.record_errors(ANNOTATIONS_FILE):
         annotations = read_annotations(run)
         row.archived, row.tags, row.note = annotations.archived, annotations.tags, annotations.note
-    with problems.reading(ENVIRONMENT):
+    with problems.record_errors(ENVIRONMENT):
         row.started = str(run.run_info["started"]).replace(" ", "T")
     row.problem = problems.texts[0] if problems.texts else None
     return row
@@ -219,7 +219,7 @@ def _find_newest_evaluation(
     env_id = config.environment.environment_id
     for line in reversed(read_last_lines(run.path / run_files.EVALUATIONS, MAX_METRICS_BYTES)[0]):
         with contextlib.suppress(*READ_ERRORS):  # the run's page reports unreadable lines
-            row = evaluation_row(read_json(line)) if b'"by": "eval"' in line else None
+            row = make_evaluation_row(read_json(line)) if b'"by": "eval"' in line else None
             if row is None or row.success is None or row.step is None or row.suite:
                 continue
             if env_id is not None and row.environment not in (env_id, Path(env_id).name):
@@ -251,7 +251,7 @@ def findings(run: RunFolder, notify: Callable[[str], None] = lambda _: None) -> 
             elif earlier_row is not None and earlier_row.last_step is None:
                 earlier_row.last_step = record["step"] - 1
         except READ_ERRORS as error:
-            notify(f"{FINDINGS}: row {row_number} is not a finding: {error_reason(error)}")
+            notify(f"{FINDINGS}: row {row_number} is not a finding: {format_reason(error)}")
     return list(rows.values())
 
 
@@ -260,10 +260,10 @@ def make_run_view(run: RunFolder, runs: Runs) -> shapes.RunView:
     problems, row, prefix_length = ReadProblems(), runs.row(run), len("step-")
     files = sorted(path for path in run.path.iterdir() if path.is_file() and not path.name.startswith("."))
     view = shapes.RunView(
-        row=row, commands={command.split()[-1]: f"tfactory {command} {run.display_path}" for command in COMMANDS},
+        row=row, commands={command.split()[-1]: f"tfactory {command} {run.display_path}" for command in RUN_COMMANDS},
         files=[{"name": path.name, "bytes": path.stat().st_size} for path in files], notes=[],
     )  # fmt: skip
-    with problems.reading(ENVIRONMENT):
+    with problems.record_errors(ENVIRONMENT):
         run_info = run.run_info
         view.about = {key: value for key, value in run_info.items() if key != "model"}
         parent, base_row = (
@@ -271,22 +271,22 @@ def make_run_view(run: RunFolder, runs: Runs) -> shapes.RunView:
             {"name": row.model, "what": BASE_MODEL, "rows": []},
         )
         view.lineage = make_lineage_rows(parent) if parent else [base_row]
-    with problems.reading(STATUS):
+    with problems.record_errors(STATUS):
         view.reason = run.status.reason
-    with problems.reading("checkpoints"):
+    with problems.record_errors("checkpoints"):
         best_checkpoint = run.best()
         names = [(path.name, path == best_checkpoint) for path in run.checkpoints()]
         view.checkpoints = [
             {"name": name, "step": int(name[prefix_length:]), "best": is_best} for name, is_best in names
         ]
-    with problems.reading(FINDINGS):
+    with problems.record_errors(FINDINGS):
         view.findings = findings(run, problems.texts.append)
-    with problems.reading(run_files.EVALUATIONS):
+    with problems.record_errors(run_files.EVALUATIONS):
         records = read_records(
             run.path / run_files.EVALUATIONS, lambda note: problems.texts.append(note.removeprefix("note: "))
         )
-        view.evaluations = [evaluation_row(record.model_dump(exclude={"outcomes"})) for record in records]
-    with problems.reading("tools"):
+        view.evaluations = [make_evaluation_row(entry.model_dump(exclude={"outcomes"})) for entry in records]
+    with problems.record_errors("tools"):
         for name in (SPECS_FILE, run_files.TRAJECTORIES):
             read_new_lines(run.path / name, FilePosition(), 1)  # raises for a file that is not a regular one
         view.tools = read_tools(run)["names"]
@@ -300,7 +300,7 @@ def make_lineage_rows(node: shapes.Json) -> list[shapes.Json]:
     return [{"name": origin(node), "what": BASE_MODEL, "rows": []}, *run_rows]
 
 
-def evaluation_row(record: shapes.Json) -> shapes.EvaluationRow:
+def make_evaluation_row(record: shapes.Json) -> shapes.EvaluationRow:
     """Return the row of an evaluation record; keys that another version did not write are optional."""
     metrics = record.get("metrics", {})
     success, low, high = (metrics.get(f"success{suffix}") for suffix in ("", "_low", "_high"))
