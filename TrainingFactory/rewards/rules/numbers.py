@@ -318,7 +318,7 @@ def parse_only_number(text: str, decimal_comma: bool = False) -> Number | None:
     if "≈" in text and "\n" in text:
         return None  # ambiguous: the approximated line is unknown
     stated_text = next((side for side in text.split("≈") if NUMBER_RUN.search(side)), "")
-    equation, _, stated_text = stated_text.rpartition("=")
+    equation_text, _, stated_text = stated_text.rpartition("=")
     numbers = [figure.number for figure in find_number_spans(stated_text, decimal_comma)]
     stated = numbers[0] if numbers else None
     if stated is None or any(number is None or number.value != stated.value for number in numbers):
@@ -329,7 +329,7 @@ def parse_only_number(text: str, decimal_comma: bool = False) -> Number | None:
         or (len(numbers) == 1 and _OR_WORD.search(stated_text))
     ):
         return None
-    return None if equation and _is_unclear(equation, stated_text, decimal_comma) else stated
+    return None if equation_text and _is_unclear(equation_text, stated_text, decimal_comma) else stated
 
 
 def find_last_number(text: str, decimal_comma: bool = False) -> str | None:

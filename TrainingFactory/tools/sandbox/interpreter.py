@@ -145,13 +145,13 @@ class Interpreter:
 
 def divert_output() -> int:
     """Redirect descriptors 1 and 2 to a pipe, and return its read end."""
-    reader, writer = os.pipe()
-    os.set_blocking(reader, False)
-    os.set_blocking(writer, False)  # a full pipe raises an error in the code instead of blocking
-    os.dup2(writer, 1)
-    os.dup2(writer, 2)
-    os.close(writer)
-    return reader
+    read_descriptor, write_descriptor = os.pipe()
+    os.set_blocking(read_descriptor, False)
+    os.set_blocking(write_descriptor, False)  # a full pipe raises an error in the code instead of blocking
+    os.dup2(write_descriptor, 1)
+    os.dup2(write_descriptor, 2)
+    os.close(write_descriptor)
+    return read_descriptor
 
 
 def start(settings: dict[str, Any]) -> Callable[[dict[str, str]], dict[str, Any]]:
