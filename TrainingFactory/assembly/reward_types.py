@@ -31,7 +31,7 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.protocols import RewardFunction
 from TrainingFactory.resolve.model_names import ResolvedModel, find_model
 from TrainingFactory.rewards import LearnedReward
-from TrainingFactory.rewards.adapt import AdaptedReward, as_reward, compares
+from TrainingFactory.rewards.adapt import AdaptedReward, as_reward, compares_episodes
 from TrainingFactory.rewards.judge.model_judge import make_judges, model_judge
 from TrainingFactory.rewards.loading import find_callable, load_reward, with_absolute_path
 from TrainingFactory.rewards.process_reward import PROCESS_RULES, ClawBack, ProcessReward
@@ -188,7 +188,7 @@ def make_judge(context: RewardContext, options: Options) -> RewardFunction:
         limit = options.get("concurrency", 8) or UNLIMITED
         return RewardWorkerPool(judges, per_worker=limit, timeout=context.config.environment.episode_timeout)
     reward = make_from(model_judge, options, "a model judge")
-    return as_reward(reward) if compares(reward) else reward
+    return as_reward(reward) if compares_episodes(reward) else reward
 
 
 def make_learned_reward(context: RewardContext, options: Options) -> RewardFunction | None:

@@ -18,8 +18,8 @@ from TrainingFactory.config.problems import ConfigError, Problem, dotted, list_o
 from TrainingFactory.config.schema import RewardPart, RewardSection, SingleRewardSection
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import Environment, EnvironmentFactory, RewardFunction
-from TrainingFactory.rewards.adapt import AdaptedReward, as_reward, compares, environment_reward
-from TrainingFactory.rewards.combined import ENVIRONMENT, Combined
+from TrainingFactory.rewards.adapt import AdaptedReward, as_reward, compares_episodes, environment_reward
+from TrainingFactory.rewards.combined import ENVIRONMENT_PART, Combined
 from TrainingFactory.rewards.judge.judges import Judge, JudgePromptEnvironment, ModelJudge
 from TrainingFactory.rewards.process_reward import ProcessReward
 from TrainingFactory.rewards.rules.answers import ReferenceRule
@@ -87,7 +87,7 @@ async def close_reward(reward: RewardFunction | None) -> None:
 
 def check_group_size(reward: RewardFunction | None, group_size: int) -> None:
     """Raise if the reward compares the episodes of a group and groups have one episode."""
-    if group_size < 2 and compares(reward):
+    if group_size < 2 and compares_episodes(reward):
         remedy = "; or use a reward of single episodes, such as a judge whose verdict is score"
         raise group_size_error(group_size, 2, "the reward", remedy)
 
@@ -164,7 +164,7 @@ def evaluation_reward(
 ) -> RewardFunction | None:
     """Return the reward for evaluation. Parts that compare the episodes of a group are removed, because the mean of
     such a reward does not depend on the model. If no part is left, return None, the environment's own reward."""
-    if not compares(reward):
+    if not compares_episodes(reward):
         return reward
     inner_reward: Any = reward.function if isinstance(reward, AdaptedReward) else reward
     independent_reward = inner_reward.without_comparisons() if isinstance(inner_reward, Combined) else None
@@ -225,7 +225,7 @@ def _make_combined(
             problems += [dataclasses.replace(problem, key=(*key, *problem.key)) for problem in part_problems]
             continue
         reward = _make_single(part, key, context, problems)
-        parts[name] = (part.weight, ENVIRONMENT if reward is None else reward)
+        parts[name] = (part.weight, ENVIRONMENT_PART if reward is None else reward)
     if problems:
         return None
     with problems.attribute_to((*section_key, "parts")):

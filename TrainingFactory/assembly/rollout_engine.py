@@ -20,7 +20,7 @@ from TrainingFactory.protocols import AnyReward
 from TrainingFactory.resolve.factories import resolve_ids
 from TrainingFactory.rewards.adapt import as_reward
 from TrainingFactory.rollout import RolloutEngine
-from TrainingFactory.tools.making import make_tool, tools_without_options
+from TrainingFactory.tools.making import make_tool, make_tools_without_options
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Task, Trajectory
 
@@ -49,7 +49,7 @@ class AsyncRolloutEngine:
             model = "builtin:tiny"
             log.warning("No model is given: the untrained built-in model (%s) is used.", model)
         if tools is None:
-            tools = tools_without_options() if environment is None else ()
+            tools = make_tools_without_options() if environment is None else ()
         tools = [make_tool(tool) if isinstance(tool, str) else tool for tool in as_list(tools)]
         sampling = dict(options.pop("sampling", {})) | {"slots": num_workers}
         self.config = resolve_ids(TrainingConfig(model=model, sampling=sampling, **options))

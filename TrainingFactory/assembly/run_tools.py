@@ -125,7 +125,7 @@ class RunTools:
 
     def totals(self) -> dict[str, float]:
         """Return the metrics of all tool calls up to the last call of `metrics`."""
-        return self.runtime.metrics.totals()
+        return self.runtime.metrics.get_totals()
 
     async def close(self) -> None:
         """Stop servers and processes; a second call does nothing. The caller's own tool objects open again on their

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-HASHED_FILES = ("config.json", "tokenizer.json", "vocab.txt", "*.safetensors")
+HASHED_PATTERNS = ("config.json", "tokenizer.json", "vocab.txt", "*.safetensors")
 DEFAULT_MAX_TOKENS = 256
 _TOKENIZER_LOCK = threading.Lock()  # fast tokenizers are not thread-safe
 
@@ -44,7 +44,7 @@ class SentenceEncoder:
     def digest(self) -> str:
         """Digest of weights, tokenizer and options that change the vectors."""
         hasher = hashlib.sha256(f"mean {self.max_tokens}".encode())
-        for pattern in HASHED_FILES:
+        for pattern in HASHED_PATTERNS:
             for path in sorted(self.folder.glob(pattern)):
                 with path.open("rb") as file:
                     hasher.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}".encode())

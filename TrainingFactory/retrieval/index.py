@@ -69,13 +69,13 @@ def _encode_passages(passages: Passages, encoder: SentenceEncoder, prefix: str, 
     from tqdm import tqdm
 
     num_truncated_before = encoder.num_truncated
-    batches: list[np.ndarray] = []
+    vector_batches: list[np.ndarray] = []
     texts = (f"{prefix}{title}\n{text}" if title else f"{prefix}{text}" for _, title, text in passages)
     with tqdm(
         total=passages.num_passages, desc=f"tool {tool_name}: encoding", unit=" passages", disable=None
     ) as progress:
         for chunk in _split_into_chunks(texts):
-            batches.append(encoder.encode(chunk))
+            vector_batches.append(encoder.encode(chunk))
             progress.update(len(chunk))
     if num_truncated := encoder.num_truncated - num_truncated_before:
         log.warning(
@@ -83,7 +83,7 @@ def _encode_passages(passages: Passages, encoder: SentenceEncoder, prefix: str, 
             "raise max_tokens",
             tool_name, num_truncated, passages.num_passages, encoder.max_tokens,
         )  # fmt: skip
-    return np.concatenate(batches)
+    return np.concatenate(vector_batches)
 
 
 def _split_into_chunks(texts: Iterator[str]) -> Iterator[list[str]]:

@@ -49,12 +49,12 @@ class RetrievalTool(PassageTool):
         except ValueError as error:
             raise ValueError(f"tool {name}: encoder: {error}") from error
         self.passages = Passages(Path(path), (text_field, title_field, id_field), index_dir, name)
-        self.vectors = VectorIndex(self.passages, self.encoder, passage_prefix, name)
+        self.vector_index = VectorIndex(self.passages, self.encoder, passage_prefix, name)
         self.spec = ToolSpec(name, description or "Search documents by meaning.", make_search_schema(top_k))
-        version = digest(self.vectors.version, f"{max_chars} {top_k}", query_prefix)
+        version = digest(self.vector_index.version, f"{max_chars} {top_k}", query_prefix)
         self.options = ToolOptions(pure=True, version=version)
 
     def find(self, query: str, top_k: int) -> list[tuple[str, str, str, float]]:
         """Return (id, title, text, cosine similarity) of the best matches, best first."""
-        matches = self.vectors.find_nearest(self.encoder.encode([self.query_prefix + query])[0], top_k)
+        matches = self.vector_index.find_nearest(self.encoder.encode([self.query_prefix + query])[0], top_k)
         return [(*self.passages.read_passage(index), score) for index, score in matches]

@@ -97,7 +97,7 @@ class AdaptedReward:
     def check_tasks(self, tasks: Sequence[Task]) -> None:
         """Raise ValueError if a parameter of the reward names a column that no task has."""
         if self.signature == "completions" and tasks:
-            self.columns([Trajectory(task, group="") for task in tasks])
+            self.make_columns([Trajectory(task, group="") for task in tasks])
 
     async def _score_together(self, episodes: Sequence[Episode]) -> Any:
         if isinstance(self.function, GroupReward):
@@ -107,9 +107,9 @@ class AdaptedReward:
         trajectories = [episode.trajectory for episode in episodes]
         if self.signature == "trajectories":
             return await call_function(self.function, trajectories)
-        return await call_function(self.function, **self.columns(trajectories))
+        return await call_function(self.function, **self.make_columns(trajectories))
 
-    def columns(self, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+    def make_columns(self, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
         """Return TRL's keyword arguments that the function accepts; raise Unscored if a required one is missing."""
         tasks = [trajectory.task for trajectory in trajectories]
         keys = sorted({key for task in tasks for key in task.metadata})
@@ -217,7 +217,7 @@ def validate_reward(value: Any, turns: Sequence[Turn], name: str) -> Reward:
     if value is None:
         raise NoReward(f"{subject} returned None, so the episode is unscored")
     if not isinstance(value, Reward):
-        return Reward(finite_float(value, subject))
+        return Reward(as_finite(value, subject))
     step_rewards = list(value.steps)
     if step_rewards and len(step_rewards) == sum(not turn.summary for turn in turns):
         remaining_rewards = iter(step_rewards)
@@ -225,13 +225,13 @@ def validate_reward(value: Any, turns: Sequence[Turn], name: str) -> Reward:
     if step_rewards and len(step_rewards) != len(turns):
         raise Unscored(f"{subject} returned {len(value.steps)} step rewards for {len(turns)} turns")
     return Reward(
-        finite_float(value.outcome, subject, "as outcome"),
-        [finite_float(step, subject, f"for turn {turn}") for turn, step in enumerate(step_rewards)],
-        {key: finite_float(number, subject, f"as part {key}") for key, number in value.parts.items()},
+        as_finite(value.outcome, subject, "as outcome"),
+        [as_finite(step, subject, f"for turn {turn}") for turn, step in enumerate(step_rewards)],
+        {key: as_finite(number, subject, f"as part {key}") for key, number in value.parts.items()},
     )
 
 
-def finite_float(value: Any, subject: str, field: str = "") -> float:
+def as_finite(value: Any, subject: str, field: str = "") -> float:
     """Return a number of any library as a float; raise Unscored if it is not finite. `field` names a reward's part."""
     try:
         number = math.nan if isinstance(value, str | bytes | bytearray) else float(value)
@@ -293,7 +293,7 @@ def as_group_reward(reward: Any) -> GroupReward | None:
     return adapted_reward if adapted_reward.grouped else None
 
 
-def compares(reward: Any) -> bool:
+def compares_episodes(reward: Any) -> bool:
     """Return whether the reward compares the episodes of a group."""
     group_reward = as_group_reward(reward)
     return group_reward is not None and group_reward.compares

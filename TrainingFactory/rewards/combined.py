@@ -14,7 +14,7 @@ from TrainingFactory.protocols import Episode
 from TrainingFactory.rewards.adapt import AdaptedReward, Unscored, as_reward, environment_reward, score_single
 from TrainingFactory.types import Reward
 
-ENVIRONMENT = "environment"  # stands for the environment's own reward
+ENVIRONMENT_PART = "environment"  # stands for the environment's own reward
 
 
 class Combined:
@@ -33,7 +33,7 @@ class Combined:
             if not name or "/" in name:
                 raise ValueError(f"invalid part name {name!r}; use a non-empty name without /")
             reward_timeout = reward.timeout if isinstance(reward, AdaptedReward) else None
-            function = environment_reward if reward == ENVIRONMENT else reward
+            function = environment_reward if reward == ENVIRONMENT_PART else reward
             self.rewards[name] = as_reward(function, name, reward_timeout or timeout)
 
     @property
@@ -73,10 +73,10 @@ class Combined:
             unscored_error.__cause__ = next(iter(failures.values()))
             return unscored_error
         rewards = {name: result for name, result in results.items() if isinstance(result, Reward)}
-        return weighted_sum(rewards, self.weights)
+        return combine_rewards(rewards, self.weights)
 
 
-def weighted_sum(rewards: Mapping[str, Reward], weights: Mapping[str, float]) -> Reward:
+def combine_rewards(rewards: Mapping[str, Reward], weights: Mapping[str, float]) -> Reward:
     """Return the weighted sum of one episode's rewards. A reward without steps counts as zero steps."""
     outcome = 0.0
     steps = [0.0] * max(len(reward.steps) for reward in rewards.values())

@@ -21,13 +21,13 @@ from TrainingFactory.common.user_code import describe_failure
 from TrainingFactory.protocols import Environment, Episode
 from TrainingFactory.rewards.adapt import (
     Unscored,
+    as_finite,
     as_reward,
     check_scorable,
     environment_reward,
-    finite_float,
     validate_reward,
 )
-from TrainingFactory.rewards.combined import weighted_sum
+from TrainingFactory.rewards.combined import combine_rewards
 from TrainingFactory.rewards.loading import find_callable
 from TrainingFactory.tools.schema import check_arguments, make_validator
 from TrainingFactory.tools.threads import in_thread
@@ -283,7 +283,7 @@ class ProcessReward:
 
     def add_outcome(self, outcome: Reward, process: Reward) -> Reward:
         """Return the sum of the weighted outcome and the step rewards, with the parts of both."""
-        combined = weighted_sum({OUTCOME: outcome, "": process}, {OUTCOME: self.outcome_weight, "": 1.0})
+        combined = combine_rewards({OUTCOME: outcome, "": process}, {OUTCOME: self.outcome_weight, "": 1.0})
         outcome_parts = {name: value for name, value in combined.parts.items() if name.startswith(OUTCOME)}
         return Reward(combined.outcome, combined.steps, outcome_parts | process.parts)
 
@@ -358,7 +358,7 @@ def _evaluate_rule(rule_name: str, rule: StepRule, trajectory: Trajectory, turn:
         value = rule(trajectory, turn)
     except (Exception, SystemExit) as error:  # rules may be user code
         raise Unscored(describe_failure(error, f"the rule {rule_name} at turn {turn}")) from error
-    return finite_float(value, f"the rule {rule_name}", f"at turn {turn}")
+    return as_finite(value, f"the rule {rule_name}", f"at turn {turn}")
 
 
 def _count_expert_turns(environment: Environment) -> int | None:

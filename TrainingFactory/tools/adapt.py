@@ -22,7 +22,7 @@ def as_tool(obj: Any) -> Tool | ToolSource:
         return obj
     if inspect.isclass(obj):
         if not _is_base_tool(obj):
-            raise _not_a_tool_error(obj)
+            raise _make_not_a_tool_error(obj)
         return BaseToolAdapter(obj())
     if isinstance(obj, ToolSource):
         return obj
@@ -33,7 +33,7 @@ def as_tool(obj: Any) -> Tool | ToolSource:
         return BaseToolAdapter(obj)
     if inspect.isroutine(obj):
         return tool(obj)
-    raise _not_a_tool_error(obj)
+    raise _make_not_a_tool_error(obj)
 
 
 class BaseToolAdapter:
@@ -83,7 +83,7 @@ def _join_text(value: Any) -> Any:
     return "\n".join(texts) if len(texts) == len(value) else value
 
 
-def _not_a_tool_error(obj: Any) -> ValueError:
+def _make_not_a_tool_error(obj: Any) -> ValueError:
     return ValueError(
         f"{str(obj)[:80]!r} is not a tool; pass a function with type hints, an object with `spec` and `run`, a source "
         "with `open`, `session` and `close`, or a class with `name`, `description`, `parameters` and `call`"

@@ -52,8 +52,8 @@ class ToolState:
     """State shared by the tools of a server, or by the tools of this process. Calls that use it run one at a time, in
     call order."""
 
-    def __init__(self, server: str) -> None:
-        self.server = server
+    def __init__(self, server_name: str) -> None:
+        self.server_name = server_name
         self.is_stateful = False  # whether any of the tools is marked stateful
         self._lock = asyncio.Lock()
         self._skipped_calls: list[tuple[PendingCall, str]] = []
@@ -85,7 +85,7 @@ class ToolState:
             result, is_lost, _ = await call.execute(call, time.monotonic() + call.max_seconds)
             if is_lost or result.error == "unavailable":
                 raise ToolFailure(
-                    f"{call.name} was answered from the cache, but executing it on {self.server or 'the tool'} "
+                    f"{call.name} was answered from the cache, but executing it on {self.server_name or 'the tool'} "
                     f"afterwards failed: {result.content}"
                 )
             del self._skipped_calls[0]

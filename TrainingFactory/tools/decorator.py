@@ -61,11 +61,13 @@ class FunctionTool:
         """Convert the arguments to the function's types; omitted arguments keep their Python defaults."""
         model = self._model.model_validate(arguments)
         passed_names = model.model_fields_set
-        return {alias: getattr(model, name) for name, alias in _aliases(self._model) if name in passed_names}
+        return {
+            alias: getattr(model, name) for name, alias in _get_aliases(self._model) if name in passed_names
+        }
 
 
 @functools.cache
-def _aliases(model: type[BaseModel]) -> list[tuple[str, str]]:
+def _get_aliases(model: type[BaseModel]) -> list[tuple[str, str]]:
     return [(name, str(field.alias)) for name, field in model.model_fields.items()]
 
 

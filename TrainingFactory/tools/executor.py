@@ -21,7 +21,7 @@ from TrainingFactory.tools.adapt import as_tool
 from TrainingFactory.tools.calls import EpisodeCache, PendingCall, ToolState
 from TrainingFactory.tools.decorator import FunctionTool
 from TrainingFactory.tools.fingerprint import IdentityCache, digest
-from TrainingFactory.tools.making import tools_without_options
+from TrainingFactory.tools.making import make_tools_without_options
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.recording import CallPosition, RecordedCancellation, Recorder
 from TrainingFactory.tools.runtime import ToolRuntime
@@ -52,7 +52,7 @@ class AsyncToolExecutor:
         self, tools: Sequence[Any] | None = None, timeout: float = 30.0, max_output_chars: int = 100_000
     ) -> None:
         if tools is None:
-            tools = tools_without_options()
+            tools = make_tools_without_options()
         self.timeout = timeout
         self.max_output_chars = max_output_chars
         self.tools: list[Tool] = []

@@ -36,18 +36,18 @@ class CallLimits:
 
 
 class CircuitBreaker:
-    """Rejects calls to a server that is down. After `failures` consecutive failures it opens for `pause` seconds, then
-    admits one call as a probe; a failed probe doubles the pause. Failures of concurrent calls count as one."""
+    """Rejects calls to a server that is down. After `max_failures` consecutive failures it opens for `pause` seconds,
+    then admits one call as a probe; a failed probe doubles the pause. Failures of concurrent calls count as one."""
 
     def __init__(
         self,
-        failures: int = 3,
+        max_failures: int = 3,
         pause: float = 1.0,
         max_pause: float = 30.0,
         clock: TimeSource = time.monotonic,
     ) -> None:
         self._max_failures, self._first_pause, self._max_pause, self._clock = (
-            failures,
+            max_failures,
             pause,
             max_pause,
             clock,
@@ -71,7 +71,7 @@ class CircuitBreaker:
         return self._num_incidents
 
     def release(self, token: int, has_answered: bool | None) -> None:
-        """Count a call. `answered`: whether the server responded, even with an error; None: the call was cancelled."""
+        """Count a call. `has_answered`: whether the server responded, even with an error; None: it was cancelled."""
         if has_answered:
             self._failures, self._pause, self._open_until, self._probing = 0, self._first_pause, None, False
         elif token == self._num_incidents:  # otherwise a concurrent call has counted this failure already

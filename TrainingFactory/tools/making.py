@@ -31,7 +31,7 @@ def make_tool(entry: str | Mapping[str, Any]) -> Tool | ToolSource:
     return as_tool(definition)
 
 
-def tools_without_options() -> list[Tool | ToolSource]:
+def make_tools_without_options() -> list[Tool | ToolSource]:
     """Create every catalog tool that needs no options, and log a warning that lists them."""
     tools: dict[str, Tool | ToolSource] = {}
     for name in (name for name, alias in catalog.names("tool").items() if alias is None):

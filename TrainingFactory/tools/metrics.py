@@ -15,7 +15,7 @@ MAX_DURATIONS = 4096  # most recent call durations kept for the percentiles
 MAX_EPISODES = 50_000  # episodes with counts since the last snapshot; the oldest are dropped
 METRIC_BY_ERROR = {"schema": "schema_errors", "timeout": "timeouts", "unavailable": "unavailable"}
 NO_TOOL_METRICS = {"unknown": "unknown", "malformed": "malformed"}  # errors of calls that belong to no tool
-TOTAL = ""  # key of the counts over all tools
+ALL_TOOLS = ""  # key of the counts over all tools
 
 
 @dataclass(slots=True)
@@ -47,9 +47,9 @@ class _Counts:
         self.wait_seconds += other_counts.wait_seconds
         self.durations.extend(other_counts.durations)
 
-    def to_metrics(self, tool: str) -> dict[str, float]:
+    def to_metrics(self, tool_name: str) -> dict[str, float]:
         """Return the metrics by name; omit the percentiles if there are no durations."""
-        error_metrics = METRIC_BY_ERROR if tool else METRIC_BY_ERROR | NO_TOOL_METRICS
+        error_metrics = METRIC_BY_ERROR if tool_name else METRIC_BY_ERROR | NO_TOOL_METRICS
         metrics: dict[str, float] = {name: self.errors[error] for error, name in error_metrics.items()}
         metrics |= {"calls": self.num_calls, "retries": self.num_retries, "cache_hits": self.num_cache_hits}
         metrics |= {"waited": self.wait_seconds, "success": self.num_succeeded / self.num_calls}
@@ -57,7 +57,7 @@ class _Counts:
             sorted_durations = sorted(self.durations)
             metrics["p50"] = sorted_durations[int(len(sorted_durations) * 0.5)]
             metrics["p95"] = sorted_durations[int(len(sorted_durations) * 0.95)]
-        return {_make_prefix(tool) + name: value for name, value in metrics.items()}
+        return {_make_prefix(tool_name) + name: value for name, value in metrics.items()}
 
 
 @dataclass(slots=True)
@@ -90,34 +90,34 @@ class ToolMetrics:
         self._episodes: dict[Hashable, defaultdict[str, _Counts]] = {}
         self._total_counts: defaultdict[str, _Counts] = defaultdict(_Counts)
 
-    def start_call(self, tool: str) -> float:
+    def start_call(self, tool_name: str) -> float:
         """Record that a call of the tool started; `finish_call` must follow. Return the start time."""
         now = time.perf_counter()
-        self._update_timers(tool, 1, now)
+        self._update_timers(tool_name, 1, now)
         return now
 
     def finish_call(
-        self, tool: str, start_time: float, result: ToolResult | None, episode: Hashable = None
+        self, tool_name: str, start_time: float, result: ToolResult | None, episode: Hashable = None
     ) -> None:
         """Count a call; `result` is None if it was cancelled."""
         now = time.perf_counter()
-        self._update_timers(tool, -1, now)
+        self._update_timers(tool_name, -1, now)
         if result is not None:
             was_executed = not result.cached and result.error != "schema"
-            for counts in self._counts(episode, TOTAL, tool):
+            for counts in self._get_counts(episode, ALL_TOOLS, tool_name):
                 counts.add(result, now - start_time if was_executed else None)
 
-    def count_answer(self, tool: str | None, result: ToolResult, episode: Hashable = None) -> None:
+    def count_answer(self, tool_name: str | None, result: ToolResult, episode: Hashable = None) -> None:
         """Count a call that no tool executed: an unknown tool, a malformed call, or a replayed one."""
-        for counts in self._counts(episode, TOTAL) if tool is None else self._counts(episode, TOTAL, tool):
+        for counts in self._get_counts(episode, ALL_TOOLS, *([] if tool_name is None else [tool_name])):
             counts.add(result, None)
 
-    def count_retry(self, tool: str, episode: Hashable = None) -> None:
-        for counts in self._counts(episode, TOTAL, tool):
+    def count_retry(self, tool_name: str, episode: Hashable = None) -> None:
+        for counts in self._get_counts(episode, ALL_TOOLS, tool_name):
             counts.num_retries += 1
 
-    def count_wait(self, tool: str, seconds: float, episode: Hashable = None) -> None:
-        for counts in self._counts(episode, TOTAL, tool):
+    def count_wait(self, tool_name: str, seconds: float, episode: Hashable = None) -> None:
+        for counts in self._get_counts(episode, ALL_TOOLS, tool_name):
             counts.wait_seconds += seconds
 
     def snapshot(self, selects: Callable[[Any], bool] = lambda _: True) -> dict[str, float]:
@@ -125,15 +125,15 @@ class ToolMetrics:
         the time since the previous snapshot."""
         totals: defaultdict[str, _Counts] = defaultdict(_Counts)
         for episode in [key for key in list(self._episodes) if selects(key)]:
-            for tool, counts in self._episodes.pop(episode).items():
-                totals[tool].merge(counts)
-        now, previous_snapshot = time.perf_counter(), self._last_snapshot_time
+            for tool_name, counts in self._episodes.pop(episode).items():
+                totals[tool_name].merge(counts)
+        now, previous_time = time.perf_counter(), self._last_snapshot_time
         self._last_snapshot_time = now
-        busy_seconds = {tool: timer.take_busy_seconds(now) for tool, timer in self._timers.items()}
+        busy_seconds = {tool_name: timer.take_busy_seconds(now) for tool_name, timer in self._timers.items()}
         return _make_metrics(totals) | {
-            f"{_make_prefix(tool)}wall_share": min(1.0, seconds / (now - previous_snapshot))
-            for tool, seconds in busy_seconds.items()
-            if totals[tool].num_calls and now > previous_snapshot
+            f"{_make_prefix(tool_name)}wall_share": min(1.0, seconds / (now - previous_time))
+            for tool_name, seconds in busy_seconds.items()
+            if totals[tool_name].num_calls and now > previous_time
         }
 
     def drop(self, selects: Callable[[Any], bool]) -> None:
@@ -142,31 +142,31 @@ class ToolMetrics:
             if selects(episode):
                 del self._episodes[episode]
 
-    def totals(self) -> dict[str, float]:
+    def get_totals(self) -> dict[str, float]:
         """Return the metrics of the whole run."""
         return _make_metrics(self._total_counts)
 
-    def _counts(self, episode: Hashable, *tools: str) -> list[_Counts]:
+    def _get_counts(self, episode: Hashable, *tool_names: str) -> list[_Counts]:
         episode_counts = self._episodes.get(episode)
         if episode_counts is None:
             if len(self._episodes) >= MAX_EPISODES:
                 del self._episodes[next(iter(self._episodes))]
             episode_counts = self._episodes[episode] = defaultdict(_Counts)
-        return [counts[tool] for counts in (episode_counts, self._total_counts) for tool in tools]
+        return [counts[name] for counts in (episode_counts, self._total_counts) for name in tool_names]
 
-    def _update_timers(self, tool: str, change: int, now: float) -> None:
-        for key in (TOTAL, tool):
+    def _update_timers(self, tool_name: str, change: int, now: float) -> None:
+        for key in (ALL_TOOLS, tool_name):
             self._timers[key].update(change, now)
 
 
-def _make_prefix(tool: str) -> str:
-    return f"tools/{tool}/" if tool else "tools/"
+def _make_prefix(tool_name: str) -> str:
+    return f"tools/{tool_name}/" if tool_name else "tools/"
 
 
-def _make_metrics(counts: defaultdict[str, _Counts]) -> dict[str, float]:
+def _make_metrics(counts_by_tool: defaultdict[str, _Counts]) -> dict[str, float]:
     """Return the metrics by name, without tools that were not called."""
     metrics: dict[str, float] = {}
-    for tool in (TOTAL, *filter(None, list(counts))):
-        if counts[tool].num_calls:
-            metrics |= counts[tool].to_metrics(tool)
+    for tool_name in (ALL_TOOLS, *filter(None, list(counts_by_tool))):
+        if counts_by_tool[tool_name].num_calls:
+            metrics |= counts_by_tool[tool_name].to_metrics(tool_name)
     return metrics

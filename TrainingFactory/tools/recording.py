@@ -20,7 +20,7 @@ _DEFAULTS = {name: value for name, value in dataclasses.asdict(ToolResult("")).i
 _to_json = json.JSONEncoder(default=str).encode  # a reward may call a tool with any Python value
 FORK_BATCH = "fork"  # batch of the row of a dropped fork
 MAX_SHOWN_CHARS = 300  # characters of a call in an error text
-REMEDY = (
+MISMATCH_REMEDY = (
     "Use the config, model, seed and code of the recorded run, with sampling.deterministic=true in both runs"
 )
 
@@ -52,22 +52,22 @@ class ReplayMismatch(ToolFailure):
 
 
 class Recorder:
-    """Replays the tool calls recorded in the folder `replay`, if there is one, and records calls after `record_to`."""
+    """Replays the tool calls recorded in `folder`, if there is one, and records calls after `record_to`."""
 
-    def __init__(self, replay: Path | None = None) -> None:
+    def __init__(self, folder: Path | None = None) -> None:
         self._output_file: Path | None = None
         self._images: ImageStore | None = None  # of the recorded calls
         self._uncommitted_lines: dict[CallPosition, str] = {}
-        self._replay_folder, self._replay_file = replay, None
+        self._replay_folder, self._replay_file = folder, None
         self._offsets: dict[CallPosition, int] = {}  # in the file: results are read on demand, to save memory
         self._mismatch: ReplayMismatch | None = None  # the first one
-        if replay is not None:
-            self._replay_file = _open_calls(replay)
+        if folder is not None:
+            self._replay_file = _open_calls(folder)
             offset = 0
             for line_number, line in enumerate(self._replay_file, 1):
                 if line.endswith(b"\n"):  # skip a partial last line, left by a killed process
                     # A step that was interrupted and repeated appears twice; the last one counts.
-                    self._offsets[_decode_position(line, f"{replay / CALLS_FILE}:{line_number}")] = offset
+                    self._offsets[_decode_position(line, f"{folder / CALLS_FILE}:{line_number}")] = offset
                 offset += len(line)
 
     def record_to(self, folder: Path) -> None:
@@ -88,12 +88,12 @@ class Recorder:
             return None
         offset = self._offsets.get(position)
         if offset is None:
-            raise self._new_mismatch(position, call, "but no such call was recorded")
+            raise self._make_mismatch(position, call, "but no such call was recorded")
         self._replay_file.seek(offset)
         row = json.loads(self._replay_file.readline())
         if row["tool"] != call.name or _canonical_json(row["arguments"]) != _canonical_json(call.arguments):
             recorded_call = _format_call(ToolCall(row["tool"], row["arguments"]))
-            raise self._new_mismatch(position, call, f"but the recorded call is {recorded_call}")
+            raise self._make_mismatch(position, call, f"but the recorded call is {recorded_call}")
         if "result" not in row:
             raise ToolFailure(row["failure"]) if "failure" in row else RecordedCancellation
         return _decode_result(row["result"], self._replay_folder)
@@ -127,7 +127,7 @@ class Recorder:
                 f"the recorded result is {recorded_text}"
             )
             remedy = "A replay reruns such methods unless they are pure: make a random one a separate tool"
-            raise self._new_mismatch(position, call, f"{problem}. {remedy}")
+            raise self._make_mismatch(position, call, f"{problem}. {remedy}")
 
     def check(self) -> None:
         """Raise ValueError if a call differed from the recording, because callers may swallow the ReplayMismatch."""
@@ -154,12 +154,12 @@ class Recorder:
         if self._replay_file is not None:
             self._replay_file.close()
 
-    def _new_mismatch(self, position: CallPosition, call: ToolCall, difference: str) -> ReplayMismatch:
+    def _make_mismatch(self, position: CallPosition, call: ToolCall, difference: str) -> ReplayMismatch:
         step, task, member = _get_key(position)
         caller = f"turn {position.batch}" if isinstance(position.batch, int) else position.batch
         location = f"step {step}, task {task}, member {member}, {caller}, call {position.index}"
         problem = f"{location}: the run calls {_format_call(call)}"
-        message = f"replay of {self._replay_folder}: {problem}, {difference}. {REMEDY}"
+        message = f"replay of {self._replay_folder}: {problem}, {difference}. {MISMATCH_REMEDY}"
         self._mismatch = self._mismatch or ReplayMismatch(message)
         return ReplayMismatch(message)
 

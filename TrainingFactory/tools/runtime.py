@@ -78,11 +78,11 @@ class ToolRuntime:
         breaker = self.breaker(options.server)
         outcome = await self._attempt_call(call, deadline)
         for attempt in range(options.retries if options.repeatable else 0):
-            pause = min(FIRST_PAUSE_SECONDS * 2**attempt, MAX_PAUSE_SECONDS) * _jitter.uniform(0.5, 1)
-            is_too_late = time.monotonic() + pause >= deadline
+            pause_seconds = min(FIRST_PAUSE_SECONDS * 2**attempt, MAX_PAUSE_SECONDS) * _jitter.uniform(0.5, 1)
+            is_too_late = time.monotonic() + pause_seconds >= deadline
             if not outcome.is_lost or is_too_late or (breaker is not None and breaker.is_open):
                 break
-            await asyncio.sleep(pause)
+            await asyncio.sleep(pause_seconds)
             self.metrics.count_retry(call.name, call.episode)
             latest_outcome = await self._attempt_call(call, deadline)
             if not latest_outcome.was_called:  # the outcome of the previous attempt says more

@@ -16,7 +16,7 @@ from tests.kits.docs import Page
 from tests.kits.judge import judging
 from TrainingFactory.common.endpoints.transport import KEY_BY_HOST
 from TrainingFactory.rewards.judge.model_judge import VERDICT_TYPES, model_judge
-from TrainingFactory.rewards.judge.prompts import GROUP, PAIR, RUBRIC, SINGLE
+from TrainingFactory.rewards.judge.prompts import BASE_RUBRIC, GROUP, PAIR, SINGLE
 
 PAGE = Page("docs/JUDGES.md")
 
@@ -30,7 +30,7 @@ def table(heading: str) -> list[list[str]]:
 def shown(value: Any) -> str:
     if value is inspect.Parameter.empty:
         return "needed"
-    known = {KEY_BY_HOST: "by host", RUBRIC: "built in", "": '`""`'}
+    known = {KEY_BY_HOST: "by host", BASE_RUBRIC: "built in", "": '`""`'}
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     return known.get(value, f"`{value}`")

@@ -158,8 +158,11 @@ def test_markup_and_code_stay_as_they_are():
 
 
 def test_a_template_with_a_reference():
-    assert JudgePrompt("{conversation} {reference}", reference=True).template == "{conversation} {reference}"
-    assert JudgePrompt(reference=True).template.endswith("{reference}")
+    assert (
+        JudgePrompt("{conversation} {reference}", uses_reference=True).template
+        == "{conversation} {reference}"
+    )
+    assert JudgePrompt(uses_reference=True).template.endswith("{reference}")
 
 
 def test_what_was_done_by_calls_is_judged_where_it_is_shown():

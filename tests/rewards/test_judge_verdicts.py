@@ -15,7 +15,7 @@ from TrainingFactory.rewards.judge.verdicts import (
     ScoreVerdict,
     Verdict,
     YesNoVerdict,
-    aggregate,
+    aggregate_scores,
 )
 
 NUMBER = {"type": "object", "properties": {"score": {"type": "number"}}}
@@ -142,10 +142,10 @@ def test_rankings():
 
 
 def test_votes():
-    assert aggregate("mean", [0, 0, 1]) == pytest.approx(1 / 3)
-    assert aggregate("median", [0.1, 0.2, 0.9]) == 0.2
-    assert aggregate("majority", [1, 0, 1]) == 1
-    assert aggregate("majority", [1, 0]) == 0.5
+    assert aggregate_scores("mean", [0, 0, 1]) == pytest.approx(1 / 3)
+    assert aggregate_scores("median", [0.1, 0.2, 0.9]) == 0.2
+    assert aggregate_scores("majority", [1, 0, 1]) == 1
+    assert aggregate_scores("majority", [1, 0]) == 0.5
 
 
 @pytest.mark.parametrize(

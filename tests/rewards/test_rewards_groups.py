@@ -28,7 +28,7 @@ from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.evaluation.evaluation import Evaluation
 from TrainingFactory.evaluation.rollouts import Rollouts
 from TrainingFactory.protocols import Episode
-from TrainingFactory.rewards.adapt import as_reward, compares
+from TrainingFactory.rewards.adapt import as_reward, compares_episodes
 from TrainingFactory.rewards.combined import Combined
 from TrainingFactory.rewards.process_reward import ProcessReward
 from TrainingFactory.rollout import RolloutEngine, group_scoring, play
@@ -73,7 +73,7 @@ def test_a_group_is_scored_in_one_call(reward: Any):
     first, second = rollout(reward=reward, say=say_number, names=("a", "b"), group_size=3)
     assert outcomes(first) == outcomes(second) == [0.0, 0.5, 1.0]
     assert Echo.closed == {"a": 3, "b": 3}
-    assert compares(reward) == (reward is not in_trl) and as_reward(reward).grouped
+    assert compares_episodes(reward) == (reward is not in_trl) and as_reward(reward).grouped
 
 
 def test_groups_are_scored_while_others_run_and_hold_no_place_of_theirs():

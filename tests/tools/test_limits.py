@@ -83,7 +83,7 @@ async def test_a_rate_spaces_calls_and_who_gives_up_uses_no_slot(monkeypatch: py
 
 def test_a_breaker():
     now = 0.0
-    breaker = CircuitBreaker(failures=3, pause=1.0, max_pause=3.0, clock=lambda: now)
+    breaker = CircuitBreaker(max_failures=3, pause=1.0, max_pause=3.0, clock=lambda: now)
 
     def call(answered: bool | None) -> bool:
         begun = breaker.allow()
@@ -111,7 +111,7 @@ def test_a_breaker():
 
 
 def test_calls_that_fail_together_count_as_one_failure():
-    breaker = CircuitBreaker(failures=2, clock=lambda: 0.0)
+    breaker = CircuitBreaker(max_failures=2, clock=lambda: 0.0)
     together = [breaker.allow() for _ in range(64)]
     for begun in together:
         assert begun is not None

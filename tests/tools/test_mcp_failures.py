@@ -86,7 +86,7 @@ async def test_a_server_that_stays_away_answers_unavailable_until_it_is_back(
 
 @pytest.mark.usefixtures("patient")
 async def test_a_server_that_dies_at_every_call_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mcp_servers, "backoff_seconds", lambda failures: 0.0 if failures < 2 else 600.0)
+    monkeypatch.setattr(mcp_servers, "get_backoff_seconds", lambda failures: 0.0 if failures < 2 else 600.0)
     async with kit.tiny("fragile") as tools:
         results = [await call(tools, "count") for _ in range(6)]
     assert {result.error for result in results} == {"unavailable"}

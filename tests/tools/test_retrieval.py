@@ -86,19 +86,19 @@ def test_ranking_is_that_of_brute_force_and_vectors_are_stored_once(
     assert [name for name, *_ in matches] == [f"t{number}" for number in best] and matches[0][0] == "t1"
     np.testing.assert_allclose([score for *_, score in matches], similarities[best], atol=1e-6)
 
-    stored = tool.vectors.file
+    stored = tool.vector_index.file
     assert stored.is_file() and not list(tmp_path.glob("*.part"))
     with monkeypatch.context() as patch:
         patch.setattr(SentenceEncoder, "encode", lambda *_: pytest.fail("the passages are encoded again"))
         again = RetrievalTool(corpus, ENCODER, index_dir=tmp_path, max_tokens=16)
         corpus.touch()  # the same passages
-        assert RetrievalTool(corpus, ENCODER, index_dir=tmp_path, max_tokens=16).vectors.file == stored
+        assert RetrievalTool(corpus, ENCODER, index_dir=tmp_path, max_tokens=16).vector_index.file == stored
     assert again.options.version == tool.options.version
     for damaged in (b"", stored.read_bytes()[:200], pickled()):
         stored.write_bytes(damaged)
         assert RetrievalTool(corpus, ENCODER, index_dir=tmp_path, max_tokens=16).find(query, 1)[0][0] == "t1"
     prefixed = RetrievalTool(corpus, ENCODER, index_dir=tmp_path, max_tokens=16, passage_prefix="passage: ")
-    assert prefixed.vectors.file != stored and prefixed.options.version != tool.options.version
+    assert prefixed.vector_index.file != stored and prefixed.options.version != tool.options.version
     write(corpus, [{"text": "Only this."}])
     assert RetrievalTool(corpus, ENCODER, index_dir=tmp_path).find(query, 3)[0][2] == "Only this."
 

@@ -50,7 +50,7 @@ def test_metrics_of_a_step_and_of_the_run():
     metrics = calls(ToolCall("act", {"what": "b"}))
     assert metrics["tools/calls"] == 1 and metrics["tools/success"] == 1 and metrics["tools/timeouts"] == 0
     assert calls() == {}  # zeros would stand beside the tool calls of every run without tools
-    totals = runtime.metrics.totals()
+    totals = runtime.metrics.get_totals()
     assert totals["tools/calls"] == 7 and totals["tools/act/calls"] == 5 and totals["tools/timeouts"] == 1
 
 
@@ -76,7 +76,7 @@ def test_calls_are_counted_for_the_episodes_that_made_them():
     second = runtime.snapshot(lambda episode: episode == "second")
     assert second["tools/calls"] == 6 and second["tools/act/calls"] == second["tools/unknown"] == 3
     assert runtime.snapshot()["tools/calls"] == 4 and runtime.snapshot() == {}
-    assert runtime.metrics.totals()["tools/calls"] == 12
+    assert runtime.metrics.get_totals()["tools/calls"] == 12
 
 
 def test_memory_is_bounded():
@@ -85,8 +85,8 @@ def test_memory_is_bounded():
     for took in (1000.0, 0.0):
         for _ in range(MAX_DURATIONS):
             metrics.finish_call("act", metrics.start_call("act") - took, ToolResult("a"))
-        assert (metrics.totals()["tools/act/p95"] >= 1000) == bool(took)
-    assert metrics.totals()["tools/act/calls"] == 2 * MAX_DURATIONS
+        assert (metrics.get_totals()["tools/act/p95"] >= 1000) == bool(took)
+    assert metrics.get_totals()["tools/act/calls"] == 2 * MAX_DURATIONS
 
 
 def test_episodes_that_nobody_reports_are_forgotten(monkeypatch: pytest.MonkeyPatch):

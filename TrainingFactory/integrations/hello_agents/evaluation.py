@@ -34,7 +34,7 @@ def evaluate(
         raise ValueError("tasks have no ground_truth. Provide rows with question and answer.")
     record, episodes, adapter = _run_evaluation(model_path, tasks, {"training.group_size": k, **options})
     answers = [episode.answer for episode in episodes]  # "" if the episode was truncated
-    rewards = reward_fn(**as_reward(reward_fn).columns(episodes) | {"completions": answers})
+    rewards = reward_fn(**as_reward(reward_fn).make_columns(episodes) | {"completions": answers})
     scores = record.metrics
     metric_values = {
         "accuracy": scores["success"],

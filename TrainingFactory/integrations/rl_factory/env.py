@@ -21,7 +21,7 @@ from TrainingFactory.integrations.rl_factory.data import (
 )
 from TrainingFactory.integrations.rl_factory.episode import EnvEpisode, JudgedEpisode
 from TrainingFactory.integrations.rl_factory.tool_manager import EpisodeTools
-from TrainingFactory.rewards.adapt import finite_float
+from TrainingFactory.rewards.adapt import as_finite
 
 VERIFY, ONE_PROMPT = "verify_tool", "_get_single_prompt_str"
 SWITCH_METHODS = {"use_verify_tool": VERIFY, "use_process_reward": STEPS}
@@ -238,7 +238,7 @@ class Env(ForeignEnvironment):
 
 
 def _read_reply(method: Any, data_source: Any, truth: Any, extra_info: Any, reply: str) -> float:
-    return finite_float(method(data_source, reply, truth, extra_info), READ_REPLY)
+    return as_finite(method(data_source, reply, truth, extra_info), READ_REPLY)
 
 
 def _parameters(method: str) -> list[inspect.Parameter]:

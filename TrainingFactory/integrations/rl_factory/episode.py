@@ -21,7 +21,7 @@ from TrainingFactory.integrations.rl_factory.data import (
 from TrainingFactory.integrations.rl_factory.tool_manager import EpisodeTools, format_tagged_text
 from TrainingFactory.protocols import Episode as AnyEpisode
 from TrainingFactory.protocols import Tool, ToolSource
-from TrainingFactory.rewards.adapt import Unscored, call_function, finite_float, short_repr
+from TrainingFactory.rewards.adapt import Unscored, as_finite, call_function, short_repr
 from TrainingFactory.rewards.judge.judges import AskJudge
 from TrainingFactory.rollout.scoring import OpenEpisode
 from TrainingFactory.tools.timeouts import OutOfTime, run_within
@@ -127,14 +127,14 @@ class EnvEpisode(ToolEnvironment):
         reward_lists = [
             _unwrap_item(await call_function(self.env.get_step_reward, [t]), STEPS) for t in self._turn_texts
         ]
-        return [reward if reward != reward else finite_float(reward, STEPS) for [reward] in reward_lists]
+        return [reward if reward != reward else as_finite(reward, STEPS) for [reward] in reward_lists]
 
     def _split_rewards(self, result: Any, method: str) -> tuple[float, list[float]]:
         """Split a method's result for one item into outcome and step rewards. One number is the outcome. One number per
         turn are the step rewards of all turns but the last, then the outcome. One number more than turns are the step
         rewards of all turns, then the outcome."""
         [scores] = _unwrap_item(result, method)
-        rewards = [finite_float(number, method) for number in (scores if _is_sequence(scores) else [scores])]
+        rewards = [as_finite(number, method) for number in (scores if _is_sequence(scores) else [scores])]
         num_turns = len(self._turn_texts)
         if len(rewards) not in (1, num_turns, num_turns + 1):
             raise Unscored(

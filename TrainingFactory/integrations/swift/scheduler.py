@@ -28,7 +28,7 @@ from TrainingFactory.integrations.swift import CONFIG_VARIABLE, TASK_COLUMN
 from TrainingFactory.integrations.swift.episodes import SampledTurn, SwiftEpisode, SwiftFormat
 from TrainingFactory.models import chat_format
 from TrainingFactory.resolve import factories
-from TrainingFactory.rewards.adapt import compares
+from TrainingFactory.rewards.adapt import compares_episodes
 from TrainingFactory.rollout.episode import EpisodeSettings
 from TrainingFactory.types import Message, Task, Trajectory
 
@@ -230,7 +230,7 @@ def check_config(config: TrainingConfig) -> None:
         raise ValueError(
             f"{', '.join(unsupported_names)} does not work in ms-swift. Remove it, or train with tfactory train."
         )
-    if compares(build_rewards.check_reward(config)):
+    if compares_episodes(build_rewards.check_reward(config)):
         raise ValueError(
             "reward: it compares the episodes of a group, but in ms-swift each episode is scored when it ends. Use a "
             "reward of single episodes, or train with tfactory train."

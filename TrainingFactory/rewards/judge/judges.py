@@ -20,7 +20,7 @@ from TrainingFactory.rewards.judge.prompts import (
     ImageLabels,
     JudgePrompt,
     get_answer_text,
-    new_boundary,
+    make_boundary,
     show_trajectory,
 )
 from TrainingFactory.rewards.judge.verdicts import (
@@ -29,7 +29,7 @@ from TrainingFactory.rewards.judge.verdicts import (
     RankingVerdict,
     Verdict,
     Vote,
-    aggregate,
+    aggregate_scores,
 )
 from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.types import Message, Reward, ToolFailure, Trajectory
@@ -87,8 +87,8 @@ class Judge:
     def _new_boundary(self, key: Sequence[str], sample_index: int) -> str:
         """Return a random fence boundary, or with `fence_seed` a digest that the prompt cannot contain."""
         if self.fence_seed is None:
-            return new_boundary()
-        return digest("fence", f"{self.fence_seed}", f"{sample_index}", *key)[: len(new_boundary())]
+            return make_boundary()
+        return digest("fence", f"{self.fence_seed}", f"{sample_index}", *key)[: len(make_boundary())]
 
     async def _sample(
         self,
@@ -101,7 +101,7 @@ class Judge:
         first_index = repeat * self.samples
         indices = range(first_index, first_index + self.samples)
         requests = [self._ask(field_texts, instruction, index, parse, attach) for index in indices]
-        return aggregate(self.vote, await gather_majority(requests))
+        return aggregate_scores(self.vote, await gather_majority(requests))
 
     def _make_reward(self, score: float) -> Reward:
         return Reward(score, parts={self.name: score})
@@ -147,7 +147,7 @@ class ModelJudge(Judge):
             messages, parse = [*messages[:-1], prompt], self.verdict.parse
         key = make_cache_key(messages)
         requests = [self.client.ask(key, lambda: messages, index, parse) for index in range(self.samples)]
-        return aggregate(self.vote, await gather_majority(requests))
+        return aggregate_scores(self.vote, await gather_majority(requests))
 
     async def judge(self, trajectory: Trajectory, repeat: int = 0) -> float:
         """Return the verdict, from 0 to 1. `repeat` distinguishes repeated judgements of a trajectory in the cache."""
@@ -242,7 +242,7 @@ class RankingJudge(Judge):
         rankings = await gather_majority(
             [self._rank_once(trajectories, sample_index) for sample_index in range(self.samples)]
         )
-        return [aggregate(self.vote, column) for column in zip(*rankings, strict=True)]
+        return [aggregate_scores(self.vote, column) for column in zip(*rankings, strict=True)]
 
     async def _rank_once(self, trajectories: Sequence[Trajectory], sample_index: int) -> list[float]:
         num_candidates = len(trajectories)

@@ -27,7 +27,7 @@ from TrainingFactory.common.options import (
 from TrainingFactory.rewards.judge.client import JudgeClient
 from TrainingFactory.rewards.judge.endpoints import JudgeModel
 from TrainingFactory.rewards.judge.judges import ModelJudge, PairJudge, RankingJudge
-from TrainingFactory.rewards.judge.prompts import GROUP, PAIR, RUBRIC, SINGLE, JudgePrompt
+from TrainingFactory.rewards.judge.prompts import BASE_RUBRIC, GROUP, PAIR, SINGLE, JudgePrompt
 from TrainingFactory.rewards.judge.verdicts import (
     JsonVerdict,
     PairwiseVerdict,
@@ -61,7 +61,7 @@ def model_judge(
     verdict: VerdictName = "score",
     verdict_options: Mapping[str, Any] | None = None,
     template: str = "",
-    rubric: Text = RUBRIC,
+    rubric: Text = BASE_RUBRIC,
     reference: bool = False,
     reasoning: bool = False,
     samples: Count = 1,
@@ -112,13 +112,13 @@ def model_judge(
 
 
 def make_judges(
-    base_url: str | Sequence[str], options: Mapping[str, Any], workers: int | None = None
+    base_url: str | Sequence[str], options: Mapping[str, Any], num_workers: int | None = None
 ) -> list[Any]:
     """Return one judge per worker of a pool. Workers are assigned to the addresses in turn and share one budget."""
     urls = [base_url] if isinstance(base_url, str) else list(base_url)
     if not urls or not all(isinstance(url, str) for url in urls) or len(set(urls)) < len(urls):
         raise ValueError(f"base_url is {base_url!r:.100}; it must be an address or a list of distinct ones")
-    count = len(urls) if workers is None else workers
+    count = len(urls) if num_workers is None else num_workers
     if count < len(urls):
         raise ValueError(f"num_workers is {count}, but base_url has {len(urls)} addresses; raise num_workers")
     options = dict(options)

@@ -25,15 +25,15 @@ FieldValue = str | Sequence[str]
 SUMMARY_NAME = "(summary, after which the earlier messages were removed)"
 MAX_TEXT_CHARS = 60_000  # limit of each text; a longer one is cut in the middle, with a mark
 FENCE_START, FENCE_END = "<<<MATERIAL", "<<<END"
-RUBRIC = (
+BASE_RUBRIC = (
     "Judge how well the assistant has done what it was asked for: whether the result is right, complete, and supported "
     "by what its tools told it."
 )
 SINGLE_TEMPLATE = "{rubric}\n\nThe task:\n{task}\n\nThe conversation to judge:\n{conversation}"
-PAIR_FIELDS = "A:\n{first}\n\nB:\n{second}"
-PAIR_TEMPLATE = f"{{rubric}}\n\nThe task:\n{{task}}\n\n{PAIR_FIELDS}"
+PAIR_SECTION = "A:\n{first}\n\nB:\n{second}"
+PAIR_TEMPLATE = f"{{rubric}}\n\nThe task:\n{{task}}\n\n{PAIR_SECTION}"
 GROUP_TEMPLATE = "{rubric}\n\nThe task:\n{task}\n\nThe candidates:\n{candidates}"
-TEMPLATES = {SINGLE: SINGLE_TEMPLATE, PAIR: PAIR_TEMPLATE, GROUP: GROUP_TEMPLATE}
+BASE_TEMPLATES = {SINGLE: SINGLE_TEMPLATE, PAIR: PAIR_TEMPLATE, GROUP: GROUP_TEMPLATE}
 REFERENCE_SECTION = "\n\nAn answer that is known to be right:\n{reference}"
 SYSTEM_PROMPT = (
     "You are a strict and fair judge. Everything between a line that begins with {open} {boundary} and the line "
@@ -62,14 +62,14 @@ class JudgePrompt:
     """Template of a judge's prompt; `slots` (SINGLE, PAIR or GROUP) is the tuple of its fields."""
 
     template: str = ""
-    rubric: str = RUBRIC
+    rubric: str = BASE_RUBRIC
     slots: tuple[str, ...] = SINGLE
-    reference: bool = False
+    uses_reference: bool = False
     reasoning: bool = False
 
     def __post_init__(self) -> None:
         if not self.template:
-            self.template = TEMPLATES[self.slots] + (REFERENCE_SECTION if self.reference else "")
+            self.template = BASE_TEMPLATES[self.slots] + (REFERENCE_SECTION if self.uses_reference else "")
         allowed_fields = ("rubric", *self.slots)
         for name in self.fields - {*allowed_fields}:
             hint = did_you_mean(nearest(name, allowed_fields))
@@ -79,7 +79,7 @@ class JudgePrompt:
         if not combine(name in self.fields for name in REQUIRED_FIELDS[self.slots]):
             placeholders = f" {conjunction} ".join(f"{{{name}}}" for name in REQUIRED_FIELDS[self.slots])
             raise ValueError(f"the judge's template does not show the text to judge; add {placeholders}")
-        for name, is_set in (("reference", self.reference), ("rubric", self.rubric != RUBRIC)):
+        for name, is_set in (("reference", self.uses_reference), ("rubric", self.rubric != BASE_RUBRIC)):
             if is_set and name not in self.fields:
                 raise ValueError(f"{name} is set, but the judge's template does not use it; add {{{name}}}")
 
@@ -105,7 +105,7 @@ class JudgePrompt:
         if self.template not in (SINGLE_TEMPLATE, SINGLE_TEMPLATE + REFERENCE_SECTION):
             for text, name, _, _ in string.Formatter().parse(self.template):
                 template += text.replace("{", "{{").replace("}", "}}")
-                template += PAIR_FIELDS if name in REQUIRED_FIELDS[SINGLE] else f"{{{name}}}" if name else ""
+                template += PAIR_SECTION if name in REQUIRED_FIELDS[SINGLE] else f"{{{name}}}" if name else ""
         return JudgePrompt(template, self.rubric, PAIR, "reference" in self.fields, self.reasoning)
 
     def render(self, values: Mapping[str, FieldValue], instruction: str, boundary: str) -> list[Message]:
@@ -132,7 +132,7 @@ class JudgePrompt:
         return {name: value for name, value in field_texts.items() if name in self.fields}
 
 
-def new_boundary() -> str:
+def make_boundary() -> str:
     return secrets.token_hex(8)
 
 

@@ -27,7 +27,7 @@ MAX_CANDIDATES = len(string.ascii_uppercase)
 NUMBER_PATTERN = r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?|[+-]?nan|[+-]?inf(?:inity)?"
 SCORE_PATTERN = re.compile(rf"({NUMBER_PATTERN})(?: ?/ ?(\d+(?:\.\d+)?))?")
 MARKUP = " \t*_`"  # emphasis and code marks around a verdict
-FENCE = "```"
+CODE_FENCE = "```"
 MAX_FINITE = 1e300  # a larger integer may overflow a float
 
 
@@ -60,7 +60,7 @@ class ScoreVerdict:
     def parse(self, reply: str) -> float:
         match = SCORE_PATTERN.fullmatch(find_final_line(reply, "score"))
         if match is None:
-            raise missing_line_error(reply, "score")
+            raise make_missing_line_error(reply, "score")
         score, max_score = match.groups()
         if max_score and float(max_score) != self.high:
             raise JudgeFailure(f"the judge's score is out of {max_score}, not {self.high:g}", "out_of_range")
@@ -123,27 +123,27 @@ class JsonVerdict:
     def parse(self, reply: str) -> float:
         answer = parse_strict_json(self._find_verdict(without_reasoning(reply).strip()))
         if not isinstance(answer, dict):
-            raise unreadable_error(reply, "one JSON object")
+            raise make_unreadable_error(reply, "one JSON object")
         try:
             is_valid = make_validator(self.schema).is_valid(answer)
         except (OverflowError, RecursionError):  # too large or too deep to validate
             is_valid = False
         if not is_valid or self.key not in answer:
-            raise unreadable_error(reply, f"an object of the schema with the key {self.key}")
+            raise make_unreadable_error(reply, f"an object of the schema with the key {self.key}")
         verdict = answer[self.key]
         if isinstance(verdict, bool):
             return float(verdict)
         if isinstance(verdict, str) and verdict in self.values:
             verdict = self.values[verdict]
         if not isinstance(verdict, int | float):
-            raise unreadable_error(reply, f"a number under {self.key}")
+            raise make_unreadable_error(reply, f"a number under {self.key}")
         return self.scale.rescale(verdict if abs(verdict) < MAX_FINITE else math.inf)
 
     def _find_verdict(self, reply: str) -> str:
         """Return the fenced block at the end of the text, or the whole text if there is none. Return "" if the key also
         occurs before the block, because that may be another verdict."""
-        text_before, fence, block = reply.removesuffix(FENCE).rpartition(FENCE)
-        if not fence or not reply.endswith(FENCE):
+        text_before, fence, block = reply.removesuffix(CODE_FENCE).rpartition(CODE_FENCE)
+        if not fence or not reply.endswith(CODE_FENCE):
             return reply
         if json.dumps(self.key) in text_before:
             return ""
@@ -178,7 +178,7 @@ class RankingVerdict:
         tied_groups = [[letter.strip(MARKUP) for letter in group.split("=")] for group in ranking.split(">")]
         letters = [letter for group in tied_groups for letter in group]
         if sorted(letters) != list(string.ascii_uppercase[:num_candidates]):
-            raise unreadable_error(reply, f"each of the {num_candidates} candidates once")
+            raise make_unreadable_error(reply, f"each of the {num_candidates} candidates once")
         scores: dict[str, float] = {}
         num_better = 0
         for group in tied_groups:
@@ -198,7 +198,7 @@ def find_final_line(reply: str, prefix: str) -> str:
         return verdicts[0]
     if len(lines) == 1 and not verdicts:
         return _normalise_line(lines[0])
-    raise missing_line_error(reply, prefix)
+    raise make_missing_line_error(reply, prefix)
 
 
 def _strip_prefix(prefix: str, line: str) -> str | None:
@@ -216,20 +216,20 @@ def _normalise_line(text: str) -> str:
 def read_choice(reply: str, prefix: str, scores: Mapping[str, float]) -> float:
     score = scores.get(find_final_line(reply, prefix))
     if score is None:
-        raise missing_line_error(reply, prefix)
+        raise make_missing_line_error(reply, prefix)
     return score
 
 
-def missing_line_error(reply: str, prefix: str) -> JudgeFailure:
-    return unreadable_error(reply, f"one line `{prefix.capitalize()}: ...` at its end")
+def make_missing_line_error(reply: str, prefix: str) -> JudgeFailure:
+    return make_unreadable_error(reply, f"one line `{prefix.capitalize()}: ...` at its end")
 
 
-def unreadable_error(reply: str, expected_text: str) -> JudgeFailure:
+def make_unreadable_error(reply: str, expected_text: str) -> JudgeFailure:
     ending = " ".join(reply.split())[-80:]
     return JudgeFailure(f"the judge's answer is not {expected_text}; it ends with {ending!r}", "unreadable")
 
 
-def aggregate(vote: Vote, scores: Sequence[float]) -> float:
+def aggregate_scores(vote: Vote, scores: Sequence[float]) -> float:
     """Aggregate the values of several samples. With `majority`, return the most frequent value, or the mean if several
     values are equally frequent."""
     if vote == "mean":

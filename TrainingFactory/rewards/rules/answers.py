@@ -79,12 +79,12 @@ def find_marked_answer(text: str) -> str | None:
     return _reject_ambiguous(text, max((pair for pair in candidates if pair is not None), default=None))
 
 
-def get_references(task: Task, rule: str) -> list[Any]:
+def get_references(task: Task, rule_name: str) -> list[Any]:
     """Return the reference answers of a task, one or several; raise ValueError if it has none."""
     answers = list(task.answer) if isinstance(task.answer, list | tuple) else [task.answer]
     has_blank = any(answer is None or (isinstance(answer, str) and not answer.strip()) for answer in answers)
     if not answers or has_blank:
-        raise ValueError(f"task {task.id} has no answer to compare with, which the rule {rule} needs")
+        raise ValueError(f"task {task.id} has no answer to compare with, which the rule {rule_name} needs")
     return answers
 
 
@@ -168,7 +168,7 @@ _ANSWER_PHRASE = re.compile(
     r"|答案(?:是\s{0,20}[::]?|\s{0,20}[::])".replace("::", ":\uff1a"),
     re.I,
 )
-_HEADING = "####"
+_ANSWER_MARK = "####"
 _OR_CONTINUATION = re.compile(r"\W{0,5}or\b", re.I)
 
 
@@ -176,9 +176,9 @@ def _find_text_after_phrase(text: str) -> tuple[int, str] | None:
     """Return the position and the answer of the last phrase such as `Answer:`, or of `####` in the last line."""
     phrase_spans = [match.span() for match in _ANSWER_PHRASE.finditer(text)][-1:]
     stripped = text.rstrip()
-    heading_start = stripped.rfind(_HEADING, stripped.rfind("\n") + 1)  # in other lines, #### is a heading
+    heading_start = stripped.rfind(_ANSWER_MARK, stripped.rfind("\n") + 1)  # elsewhere, #### is a heading
     if heading_start >= 0:
-        phrase_spans.append((heading_start, heading_start + len(_HEADING)))
+        phrase_spans.append((heading_start, heading_start + len(_ANSWER_MARK)))
     if phrase_spans:
         phrase_start, phrase_end = max(phrase_spans)
         if answer := _find_line_after(text, phrase_end):

@@ -75,13 +75,13 @@ class CodeTests(ToolRule):
         return await run_and_read(call, f"{code}\n\n{test}", "''") is not None
 
 
-def make_tool_caller(episode: Episode, tool: str, argument: str) -> RunQuery:
+def make_tool_caller(episode: Episode, tool_name: str, argument_name: str) -> RunQuery:
     """Return a function that calls the environment's tool; it raises ToolFailure if the environment lacks the tool."""
 
     async def call_tool(text: str) -> ToolResult:
-        result = await episode.call(tool, **{argument: text})
+        result = await episode.call(tool_name, **{argument_name: text})
         if result.error == "unknown":
-            raise ToolFailure(f"the environment has no tool {tool!r}, which the reward needs")
+            raise ToolFailure(f"the environment has no tool {tool_name!r}, which the reward needs")
         return result
 
     return call_tool

@@ -103,14 +103,14 @@ def _inline_checks(tree: ast.Module) -> Iterator[ast.stmt]:
                 continue
             case ast.Expr(ast.Call(ast.Name(name), [ast.expr() as argument], [])) if name in checks:
                 [parameter] = checks[name].args.args
-                argument_names = {parameter.arg, *(node.id for node in _names(argument))}
+                argument_names = {parameter.arg, *(node.id for node in _get_names(argument))}
                 if isinstance(argument, ast.Starred) or argument_names & set(_bound_names(checks[name].body)):
                     raise _NotSplittable
                 yield ast.Assign([ast.Name(parameter.arg, ast.Store())], argument)
                 yield from checks[name].body
             case ast.ImportFrom(names=[ast.alias("*")]):  # not allowed inside a function
                 raise _NotSplittable
-            case _ if any(name.id in checks for name in _names(statement)):
+            case _ if any(name.id in checks for name in _get_names(statement)):
                 raise _NotSplittable
             case _:
                 yield statement
@@ -140,8 +140,8 @@ class _Splitter:
         self.local_names -= {name for name, value in assignments if self._is_tested_code(value)}
         # Names of literals of the test. One that is used outside comparisons may be changed there, so a mutable one
         # does not count.
-        name_counts = Counter(name.id for statement in statements for name in _names(statement, ast.Load))
-        name_counts.subtract(_compared_names(statements))
+        name_counts = Counter(name.id for statement in statements for name in _get_names(statement, ast.Load))
+        name_counts.subtract(_find_compared_names(statements))
         self.constants: dict[str, Any] = {}
         for name, value in assignments:
             if (literal := self.read_literal(value)) and (_frozen(literal[0]) or not name_counts[name]):
@@ -150,7 +150,7 @@ class _Splitter:
     def split(self) -> list[ast.stmt]:
         """Return the statements that the sandbox runs, and fill `conditions`."""
         nodes = [node for statement in self.statements for node in self._rewrite_statement(statement)]
-        used_names = {name.id for node in nodes if self._constant(node) is None for name in _names(node)}
+        used_names = {name.id for node in nodes if self._constant(node) is None for name in _get_names(node)}
         return [node for node in nodes if (name := self._constant(node)) is None or name in used_names]
 
     def _constant(self, statement: ast.stmt) -> str | None:
@@ -177,7 +177,7 @@ class _Splitter:
             yield self._require_call(test.operand), operator.not_
         elif isinstance(test, ast.Compare) and len(test.ops) == 1:
             yield self._split_comparison(test.left, type(test.ops[0]), test.comparators[0])
-        elif _called_name(test) in ("math.isclose", "isclose"):
+        elif _get_called_name(test) in ("math.isclose", "isclose"):
             assert isinstance(test, ast.Call)
             yield self._split_isclose(test)
         elif not (isinstance(test, ast.Constant) and test.value):  # assert True tests nothing
@@ -244,12 +244,12 @@ class _Splitter:
     def _is_tested_code(self, node: ast.expr) -> bool:
         """Return whether the node calls or names an object of the code under test: neither a builtin nor a name bound
         by the test."""
-        root_name = (_called_name(node) or _dotted_name(node) or "").partition(".")[0]
+        root_name = (_get_called_name(node) or _get_dotted_name(node) or "").partition(".")[0]
         return bool(root_name) and not hasattr(builtins, root_name) and root_name not in self.local_names
 
     def _calls_local_name(self, node: ast.expr) -> bool:
         return any(
-            isinstance(inner, ast.Call) and self.local_names & {name.id for name in _names(inner.func)}
+            isinstance(inner, ast.Call) and self.local_names & {name.id for name in _get_names(inner.func)}
             for inner in ast.walk(node)
         )
 
@@ -274,7 +274,7 @@ def _bound_names(statements: Sequence[ast.stmt]) -> Iterator[str]:
                 yield (alias or name).partition(".")[0]
 
 
-def _compared_names(statements: Sequence[ast.stmt]) -> Iterator[str]:
+def _find_compared_names(statements: Sequence[ast.stmt]) -> Iterator[str]:
     """Yield the names that are one side of a comparison in an assert, once per occurrence."""
     for test in (statement.test for statement in statements if isinstance(statement, ast.Assert)):
         for node in ast.walk(test):
@@ -282,7 +282,7 @@ def _compared_names(statements: Sequence[ast.stmt]) -> Iterator[str]:
                 yield from (side.id for side in (node.left, *node.comparators) if isinstance(side, ast.Name))
 
 
-def _names(root: ast.AST, context: type[ast.expr_context] = ast.expr_context) -> Iterator[ast.Name]:
+def _get_names(root: ast.AST, context: type[ast.expr_context] = ast.expr_context) -> Iterator[ast.Name]:
     return (node for node in ast.walk(root) if isinstance(node, ast.Name) and isinstance(node.ctx, context))
 
 
@@ -291,19 +291,19 @@ def _frozen(value: Any) -> bool:
     return all(map(_frozen, value)) if isinstance(value, tuple) else not isinstance(value, list | dict | set)
 
 
-def _called_name(node: ast.AST) -> str | None:
+def _get_called_name(node: ast.AST) -> str | None:
     """Return the dotted name of the called function: `f`, `Solution.run`; None for other nodes."""
-    return _dotted_name(node.func) if isinstance(node, ast.Call) else None
+    return _get_dotted_name(node.func) if isinstance(node, ast.Call) else None
 
 
-def _dotted_name(node: ast.AST) -> str | None:
+def _get_dotted_name(node: ast.AST) -> str | None:
     name = ast.unparse(node)
     return name if name.replace(".", "_").isidentifier() else None
 
 
 def _is_assertion(node: ast.AST) -> bool:
     """Return whether the node is an assert, or a call such as `self.assertEqual`."""
-    name = _called_name(node) or ""
+    name = _get_called_name(node) or ""
     return isinstance(node, ast.Assert) or name.rpartition(".")[2].startswith("assert")
 
 

@@ -115,12 +115,12 @@ def _parse_figure(text: str, start: int, end: int, decimal_comma: bool) -> Numbe
     value = -value if "-" in signs else value
     currency = (sign_match["money"] or "").strip()
     units, unit_name = UNITS.get(currency, ()), None
-    for scale in (_MONEY_SCALE if currency else _SCALE, _SCALE, _SCALE):  # 5 hundred thousand
+    for scale in (_MONEY_SCALE if currency else _SCALE_WORD, _SCALE_WORD, _SCALE_WORD):  # 5 hundred thousand
         if match := scale.match(text_after):
-            value *= _SCALES[match.group(1).lower().removesuffix("s")]
+            value *= _SCALE_FACTORS[match.group(1).lower().removesuffix("s")]
             end += match.end()
             text_after = text_after[match.end() :]
-    if percent_match := _PERCENT.match(text_after):
+    if percent_match := _PERCENT_SIGN.match(text_after):
         value /= 100
         end += percent_match.end()
     elif not currency:
@@ -132,13 +132,13 @@ def _parse_figure(text: str, start: int, end: int, decimal_comma: bool) -> Numbe
     )
 
 
-def _parse_value(run: str, decimal_comma: bool) -> Fraction | None:
-    if len(run) > MAX_DIGITS:
+def _parse_value(number_text: str, decimal_comma: bool) -> Fraction | None:
+    if len(number_text) > MAX_DIGITS:
         return None
-    if match := _MIXED_NUMBER.fullmatch(run):
+    if match := _MIXED_NUMBER.fullmatch(number_text):
         integer, top, bottom = (int(digits) for digits in match.groups())
         return integer + Fraction(top, bottom) if 0 < top < bottom else None
-    numerator_text, slash, denominator_text = run.partition("/")
+    numerator_text, slash, denominator_text = number_text.partition("/")
     numerator = _parse_scientific(numerator_text.strip(), decimal_comma)
     if not slash or numerator is None:
         return numerator
@@ -146,25 +146,25 @@ def _parse_value(run: str, decimal_comma: bool) -> Fraction | None:
     return numerator / denominator if denominator else None
 
 
-def _parse_scientific(run: str, decimal_comma: bool) -> Fraction | None:
-    match = _SCIENTIFIC_NUMBER.fullmatch(run)
+def _parse_scientific(number_text: str, decimal_comma: bool) -> Fraction | None:
+    match = _SCIENTIFIC_NUMBER.fullmatch(number_text)
     if match is None:
-        return _parse_decimal(run, decimal_comma)
+        return _parse_decimal(number_text, decimal_comma)
     mantissa = match["figure"] or match["mantissa"]
     value = _parse_decimal(mantissa, decimal_comma) if mantissa else Fraction(1)
     exponent = int(match["e"] or match["power"])
     return value * Fraction(10) ** exponent if value is not None and abs(exponent) <= MAX_EXPONENT else None
 
 
-def _parse_decimal(run: str, decimal_comma: bool) -> Fraction | None:
+def _parse_decimal(number_text: str, decimal_comma: bool) -> Fraction | None:
     if decimal_comma:
-        run = run.translate(_SWAPPED_SEPARATORS)
-    if _PLAIN_DECIMAL.fullmatch(run):
-        return Fraction(run)
-    if _GROUPED_NUMBER.fullmatch(run):
-        return Fraction(re.sub(r"[, '_]", "", run))
-    if _EUROPEAN_NUMBER.fullmatch(run) and not decimal_comma:
-        return Fraction(run.replace(".", "").replace(",", "."))
+        number_text = number_text.translate(_SWAPPED_SEPARATORS)
+    if _PLAIN_DECIMAL.fullmatch(number_text):
+        return Fraction(number_text)
+    if _GROUPED_NUMBER.fullmatch(number_text):
+        return Fraction(re.sub(r"[, '_]", "", number_text))
+    if _EUROPEAN_NUMBER.fullmatch(number_text) and not decimal_comma:
+        return Fraction(number_text.replace(".", "").replace(",", "."))
     return None
 
 
@@ -219,12 +219,12 @@ _EXPRESSION_AFTER = re.compile(
     r"|and[ -](?:a|one|two|three)[ -](?:half|third|quarter)"
     rf"|(?:third|(?:fif|six|seven|eigh|nin|ten|hundred|thousand|(?:m|b|tr)illion)th)s\b|times {_OPERAND})",
 )
-_PERCENT = re.compile(r" ?(?:%|(?:percent|per cent|pct)\b)", re.I)
-_SCALES = {"hundred": 100, "thousand": 10**3, "lakh": 10**5, "million": 10**6, "crore": 10**7}
-_SCALES |= {"billion": 10**9, "trillion": 10**12, "k": 10**3, "m": 10**6, "mn": 10**6, "mio": 10**6}
-_SCALES |= {"b": 10**9, "bn": 10**9, "tn": 10**12}
-_SCALES |= {"百": 100, "千": 10**3, "万": 10**4, "萬": 10**4, "亿": 10**8, "億": 10**8}
-_SCALE = re.compile(
+_PERCENT_SIGN = re.compile(r" ?(?:%|(?:percent|per cent|pct)\b)", re.I)
+_SCALE_FACTORS = {"hundred": 100, "thousand": 10**3, "lakh": 10**5, "million": 10**6, "crore": 10**7}
+_SCALE_FACTORS |= {"billion": 10**9, "trillion": 10**12, "k": 10**3, "m": 10**6, "mn": 10**6, "mio": 10**6}
+_SCALE_FACTORS |= {"b": 10**9, "bn": 10**9, "tn": 10**12}
+_SCALE_FACTORS |= {"百": 100, "千": 10**3, "万": 10**4, "萬": 10**4, "亿": 10**8, "億": 10**8}
+_SCALE_WORD = re.compile(
     r" ?((?i:(?:hundred|thousand|lakh|million|crore|billion|trillion)s?)\b|(?:k|mn|mio|bn|tn)\b|[百千万萬亿億])"
 )
 _MONEY_SCALE, _AMBIGUOUS_SCALE = re.compile(r"([KMB])\b"), re.compile(r"[MB]\b")
@@ -243,17 +243,17 @@ def normalise_symbols(text: str) -> str:
         for pattern, replacement in _LATEX_REPLACEMENTS:
             text = pattern.sub(replacement, text)
     text = _INLINE_MATHS.sub(r" \1 ", text)
-    for symbol, meaning in _ARROWS.items():
+    for symbol, meaning in _ARROW_MEANINGS.items():
         text = text.replace(symbol, meaning)
     text = _MINUS_WORD.sub("-", text)
     text = _POWER_STARS.sub("^", text).replace("**", "")
-    text = _EMPHASIS.sub("", text)
+    text = _EMPHASIS_MARK.sub("", text)
     return re.sub(r"[ \t\f\v]+", " ", text)
 
 
 def superscripts_to_powers(text: str) -> str:
     """Return the text with superscript digits as exponents: 2\u2078 becomes 2^8, not 28."""
-    return _SUPERSCRIPTS.sub(lambda match: "^" + match.group().translate(_SUPERSCRIPT_DIGITS), text)
+    return _SUPERSCRIPT_RUN.sub(lambda match: "^" + match.group().translate(_SUPERSCRIPT_DIGITS), text)
 
 
 def _expand_fraction(match: re.Match[str]) -> str:
@@ -273,7 +273,7 @@ def _to_ascii(character: str) -> str:
 
 
 _FRACTION_SIGN = re.compile("(\\d?)([\u00bc-\u00be\u2150-\u215e\u2189])")
-_SUPERSCRIPTS = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207a\u207b]+")
+_SUPERSCRIPT_RUN = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207a\u207b]+")
 _SUPERSCRIPT_DIGITS = str.maketrans(
     "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207a\u207b", "0123456789+-"
 )
@@ -283,10 +283,10 @@ _ASCII_SIGNS |= dict.fromkeys("\u2018\u2019\u02bc", "'") | dict.fromkeys("\u2060
 _ASCII_SIGNS |= {"\u2243": "≈", "\u3002": ". ", "\u3001": ", ", "\uff0c": ",", "\u066b": ".", "\u066c": ","}
 _ASCII_SIGNS |= {"\u2103": "°C", "\u2109": "°F"}
 _INLINE_MATHS = re.compile(r"\$([^$\n]{1,200})\$(?![\d.])")  # $5$, not the prices in: from $5 to $7
-_ARROWS = {"=>": ": ", "->": ": ", ">=": "≥", "<=": "≤", "!=": "≠"}  # not equals signs, and not minus signs
+_ARROW_MEANINGS = {"=>": ": ", "->": ": ", ">=": "≥", "<=": "≤", "!=": "≠"}  # no equals or minus signs
 _MINUS_WORD = re.compile(r"\b(?:minus|negative) (?=[\d.$])", re.I)
 _POWER_STARS = re.compile(r"(?<=\d)\*\*(?=[-+]?\d)")
-_EMPHASIS = re.compile(r"`|(?<![\d\s)])\*|\*(?![\d\s(.])|(?<!\w)_++|(?<!_)_++(?!\w)")
+_EMPHASIS_MARK = re.compile(r"`|(?<![\d\s)])\*|\*(?![\d\s(.])|(?<!\w)_++|(?<!_)_++(?!\w)")
 _LATEX_REPLACEMENTS = [
     (re.compile(pattern), replacement)
     for pattern, replacement in [
@@ -318,18 +318,18 @@ def parse_only_number(text: str, decimal_comma: bool = False) -> Number | None:
     if "≈" in text and "\n" in text:
         return None  # ambiguous: the approximated line is unknown
     stated_text = next((side for side in text.split("≈") if NUMBER_RUN.search(side)), "")
-    equation, _, stated_text = stated_text.rpartition("=")
+    equation_text, _, stated_text = stated_text.rpartition("=")
     numbers = [figure.number for figure in find_number_spans(stated_text, decimal_comma)]
     stated = numbers[0] if numbers else None
     if stated is None or any(number is None or number.value != stated.value for number in numbers):
         return None
     if (
-        _DENIAL.search(stated_text)
-        or _REFUSAL.search(stated_text)
+        _DENIAL_WORD.search(stated_text)
+        or _REFUSAL_TEXT.search(stated_text)
         or (len(numbers) == 1 and _OR_WORD.search(stated_text))
     ):
         return None
-    return None if equation and _is_unclear(equation, stated_text, decimal_comma) else stated
+    return None if equation_text and _is_unclear(equation_text, stated_text, decimal_comma) else stated
 
 
 def find_last_number(text: str, decimal_comma: bool = False) -> str | None:
@@ -343,11 +343,11 @@ def find_last_number(text: str, decimal_comma: bool = False) -> str | None:
     separator = text[spans[-2].end if len(spans) > 1 else 0 : start].rpartition("\n")[2]
     text_after = text[end:].partition("\n")[0]
     is_denied = (
-        _DENIAL.search(separator)
+        _DENIAL_WORD.search(separator)
         or _OR_WORD.search(separator)
-        or _REFUSAL.search(separator + "5" + text_after)
+        or _REFUSAL_TEXT.search(separator + "5" + text_after)
     )
-    return None if is_denied or _RETRACTION.search(separator.rpartition("=")[0]) else text[start:end]
+    return None if is_denied or _RETRACTION_TEXT.search(separator.rpartition("=")[0]) else text[start:end]
 
 
 def _is_unclear(equation: str, stated_text: str, decimal_comma: bool) -> bool:
@@ -355,9 +355,9 @@ def _is_unclear(equation: str, stated_text: str, decimal_comma: bool) -> bool:
     x = 5 or x = 72, 5 < x = 72."""
     line = equation.rpartition("\n")[2]
     left = _CLAUSE_SEPARATOR.split(line)[-1].rpartition("=")[2]
-    if _REJECTED_LINE.search(line) or _RETRACTION.search(left):
+    if _REJECTED_LINE.search(line) or _RETRACTION_TEXT.search(left):
         return True
-    if not re.search(r"\d", left) and (_DENIAL.search(left) or _OR_WORD.search(left)):
+    if not re.search(r"\d", left) and (_DENIAL_WORD.search(left) or _OR_WORD.search(left)):
         return True
     sides = f"{line}={stated_text}".split("=")
     right_sides = [_CLAUSE_END.split(right)[0] for left, right in pairwise(sides) if _LEFT_SIDE.search(left)]
@@ -367,8 +367,8 @@ def _is_unclear(equation: str, stated_text: str, decimal_comma: bool) -> bool:
     return len({figure.number.value for [figure] in single_numbers if figure.number}) > 1
 
 
-_DENIAL = re.compile(r"\b(?:not|neither|nor|never|cannot)\b|n't\b|≠|不是|并非", re.I)
-_REFUSAL = re.compile(  # 72 is wrong; 72? No; wrong: 72. Not: he got 72 wrong
+_DENIAL_WORD = re.compile(r"\b(?:not|neither|nor|never|cannot)\b|n't\b|≠|不是|并非", re.I)
+_REFUSAL_TEXT = re.compile(  # 72 is wrong; 72? No; wrong: 72. Not: he got 72 wrong
     r"\b(?:is|are|was|be|seems|looks) (?:an? |the )?(?:wrong|incorrect|false|untrue|mistaken|impossible)\b"
     r"|[?(] ?(?:no|nope|wrong|incorrect|false)\b|\b(?:wrong|incorrect|false) ?:",
     re.I,
@@ -376,7 +376,7 @@ _REFUSAL = re.compile(  # 72 is wrong; 72? No; wrong: 72. Not: he got 72 wrong
 _OR_WORD = re.compile(r"\bor\b(?! so\b)", re.I)
 _CLAUSE_SEPARATOR = re.compile(r"[,;.:] ")
 _REJECTED_LINE = re.compile(r"\b(?:wrong|incorrect|false) ?:", re.I)
-_RETRACTION = re.compile(  # not 12*6 = 72, 5 or x = 72, 5 < x = 72
+_RETRACTION_TEXT = re.compile(  # not 12*6 = 72, 5 or x = 72, 5 < x = 72
     r"(?:\b(?:not|never)|n't) [-+*/x^()$.\d ]+\Z|\d or (?:[A-Za-z]\w*|[-+*/x^()$.\d ]+) ?\Z|[<>≤≥≠] ?[\w.]+ ?\Z",
     re.I,
 )

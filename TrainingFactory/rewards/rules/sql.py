@@ -71,8 +71,8 @@ class SqlResult(SqlExecution):
     rule: ClassVar[str] = "sql_result"
 
 
-def _find_database(environment: Environment, tool: str) -> SqlDatabase | None:
+def _find_database(environment: Environment, tool_name: str) -> SqlDatabase | None:
     """Return the `database` of the environment or of the named tool; None if neither has one."""
-    tools = (candidate for candidate in getattr(environment, "tools", ()) if candidate.spec.name == tool)
+    tools = (candidate for candidate in getattr(environment, "tools", ()) if candidate.spec.name == tool_name)
     databases = (getattr(owner, "database", None) for owner in (environment, *tools))
     return next((database for database in databases if isinstance(database, SqlDatabase)), None)

@@ -108,7 +108,7 @@ def split_squad_words(text: str) -> list[str]:
     articles of a text that has no other words (`The` and `A` differ) and the marks in numbers (1.5 and 15 differ)."""
     lower_text = unicodedata.normalize("NFKC", superscripts_to_powers(text)).lower()
     words_text = _NUMBER_MARK.sub(_protect_mark, lower_text).translate(_PUNCTUATION_TABLE)
-    return _ARTICLES.sub(" ", words_text).split() or words_text.split() or lower_text.split()
+    return _ARTICLE_WORD.sub(" ", words_text).split() or words_text.split() or lower_text.split()
 
 
 def _protect_mark(match: re.Match[str]) -> str:
@@ -116,15 +116,15 @@ def _protect_mark(match: re.Match[str]) -> str:
     return "" if match["thousands"] is not None else match.group().translate(_PROTECTED_MARKS)
 
 
-_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+_ARTICLE_WORD = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION_TABLE = str.maketrans("", "", string.punctuation + "\u2018\u2019\u201c\u201d")
 # Marks that belong to a number: without them 1.5 would be 15, 3-4 would be 34, 5e-3 would be 5e3, and -7 would be 7.
 # Thousands separators are optional, so they are dropped.
-_DASHES = "\u2212\u2013"
+_DASH_CHARS = "\u2212\u2013"
 _NUMBER_MARK = re.compile(
     r"(?<=\d)(?:(?<!\d{4})(?<!(?<!\d)0)[,'_](?=\d{3}(?!\d))(?P<thousands>)"
-    rf"|[{re.escape(string.punctuation)}{_DASHES}]+(?=\d))"
+    rf"|[{re.escape(string.punctuation)}{_DASH_CHARS}]+(?=\d))"
     r"|(?<=\de)[-\u2212](?=\d)|(?<![\w)])[-\u2212](?=\.?\d)|(?<!\w)\.(?=\d)"
 )
 _PROTECTED_MARKS = {ord(character): 0xE000 + ord(character) for character in string.punctuation}
-_PROTECTED_MARKS |= {ord(dash): _PROTECTED_MARKS[ord("-")] for dash in _DASHES}
+_PROTECTED_MARKS |= {ord(dash): _PROTECTED_MARKS[ord("-")] for dash in _DASH_CHARS}

@@ -41,7 +41,7 @@ class PoolWorker:
     index: int
     model: Any  # as passed to the pool
     reward: AdaptedReward | RewardProcess
-    breaker: CircuitBreaker = field(default_factory=lambda: CircuitBreaker(failures=2, pause=0.5))
+    breaker: CircuitBreaker = field(default_factory=lambda: CircuitBreaker(max_failures=2, pause=0.5))
     is_down: bool = False  # a warning was logged
     num_running: int = 0
     num_done: int = 0

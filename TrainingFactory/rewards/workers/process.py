@@ -65,12 +65,12 @@ class RewardProcess:
         timeout: float = 300.0,
         options: Mapping[str, Any] | None = None,
         adapted: AdaptedReward | None = None,  # the same reward, if it is already loaded in this process
-        worker: Callable[..., Any] = Worker,  # factory of the worker; its process may be on another machine
+        make_worker: Callable[..., Any] = Worker,  # its process may be on another machine
     ) -> None:
         self.adapted = adapted or load_reward(target, options)
         self.grouped, self.compares = self.adapted.grouped, self.adapted.compares
         self.target, self.timeout = with_absolute_path(target), timeout
-        self._worker = worker(f"{__name__}:load_scorer", {"target": self.target, "options": options})
+        self._worker = make_worker(f"{__name__}:load_scorer", {"target": self.target, "options": options})
 
     @property
     def alive(self) -> bool:

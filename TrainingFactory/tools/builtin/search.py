@@ -24,7 +24,7 @@ from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import ToolResult, ToolSpec
 
 INDEX_FORMAT = "2"  # of the index; changing it makes every index be rebuilt
-EXTENSIONS = (".txt", ".md")
+TEXT_TYPES = (".txt", ".md")
 MAX_QUERY_TERMS = 64  # of a query
 MAX_RESULTS = 20
 # Chinese, Japanese and Korean have no spaces between words, or words with many endings: single characters and pairs
@@ -205,9 +205,9 @@ def _list_files(path: Path, name: str) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise ValueError(f"tool {name}: no file or folder {path}; set path to a JSONL file or a folder")
-    files = sorted(file for file in path.rglob("*") if file.suffix.lower() in EXTENSIONS and file.is_file())
+    files = sorted(file for file in path.rglob("*") if file.suffix.lower() in TEXT_TYPES and file.is_file())
     if not files:
-        raise ValueError(f"tool {name}: the folder {path} has no {' or '.join(EXTENSIONS)} files; add some")
+        raise ValueError(f"tool {name}: the folder {path} has no {' or '.join(TEXT_TYPES)} files; add some")
     return files
 
 

@@ -17,7 +17,7 @@ from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import ToolResult, ToolSpec
 
-_PARAMETERS = {
+_SQL_SCHEMA = {
     "type": "object",
     "properties": {"query": {"type": "string", "description": "one SQL statement"}},
     "required": ["query"],
@@ -50,7 +50,7 @@ class SqlTool:
         except ValueError as error:
             raise ValueError(f"tool {name}: {error}; set path to an existing SQLite file") from error
         statement = "statement; reading and writing" if write else "query (read-only)"
-        self.spec = ToolSpec(name, description or f"Run one SQLite {statement}. {table_list}", _PARAMETERS)
+        self.spec = ToolSpec(name, description or f"Run one SQLite {statement}. {table_list}", _SQL_SCHEMA)
         self.options = ToolOptions(
             timeout=timeout
             + 30.0,  # `timeout` stops the statement; the rest is for opening and copying the file

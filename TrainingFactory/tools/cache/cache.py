@@ -22,7 +22,7 @@ from TrainingFactory.tools.cache.stores import Store, open_store
 from TrainingFactory.tools.calls import PendingCall, ToolState
 from TrainingFactory.tools.executor import AsyncToolExecutor
 from TrainingFactory.tools.fingerprint import digest, fingerprint_call
-from TrainingFactory.tools.making import tools_without_options
+from TrainingFactory.tools.making import make_tools_without_options
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import ToolCall, ToolResult
@@ -63,7 +63,7 @@ class ToolCache:
     @cached_property
     def executor(self) -> AsyncToolExecutor:
         """Return the executor of `execute_with_cache`; without `tools`, it has all tools that need no options."""
-        executor = AsyncToolExecutor(tools_without_options() if self._tools is None else self._tools)
+        executor = AsyncToolExecutor(make_tools_without_options() if self._tools is None else self._tools)
         executor.attach(ToolRuntime(cache=self), "")
         return executor
 
@@ -197,7 +197,7 @@ class EpisodeToolCache:
         self, call: PendingCall, state: ToolState, fingerprint: str | None, deadline: float
     ) -> ToolResult:
         """Return the result of a call whose result depends on earlier calls, or that changes later results."""
-        server, is_lost = state.server, False
+        server, is_lost = state.server_name, False
 
         async def execute() -> ToolResult:
             nonlocal is_lost

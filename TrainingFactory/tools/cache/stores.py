@@ -20,7 +20,7 @@ FORMAT_VERSION = 1
 BUSY_SECONDS = 5.0  # a writer's wait for other processes; readers never wait for writers
 EVICTION_TARGET = 0.9  # fraction of `max_bytes` that eviction leaves, so that not every write evicts
 REDIS_URL = re.compile(r"rediss?://|unix://")
-SCHEMA = """
+CACHE_SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
     key TEXT PRIMARY KEY, value TEXT NOT NULL, size INTEGER NOT NULL, made REAL NOT NULL, used REAL NOT NULL);
 CREATE INDEX IF NOT EXISTS by_use ON entries (used, size);
@@ -137,7 +137,7 @@ def _create_schema(connection: sqlite3.Connection) -> None:
         raise sqlite3.DatabaseError(f"its format is {version}, not {FORMAT_VERSION}")
     if version == 0:
         header = f"PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {FORMAT_VERSION};"
-        connection.executescript(f"BEGIN IMMEDIATE; {header} {SCHEMA} COMMIT;")
+        connection.executescript(f"BEGIN IMMEDIATE; {header} {CACHE_SCHEMA} COMMIT;")
     with contextlib.suppress(sqlite3.OperationalError):  # another process is switching to WAL
         connection.execute("PRAGMA journal_mode = WAL")
 

@@ -15,7 +15,7 @@ from TrainingFactory.common.options import OptionError, make_from
 from TrainingFactory.tools.mcp.server_config import ServerConfig, ToolOverride, make_server_config
 
 _STRING_PATTERN = r'("(?:[^"\\]|\\.)*")'
-_COMMENT = re.compile(rf"{_STRING_PATTERN}|//[^\n]*|/\*.*?\*/", re.DOTALL)
+_COMMENT_PATTERN = re.compile(rf"{_STRING_PATTERN}|//[^\n]*|/\*.*?\*/", re.DOTALL)
 _TRAILING_COMMA = re.compile(rf"{_STRING_PATTERN}|,(?=\s*[\]}}])")
 
 
@@ -41,7 +41,7 @@ def _load_file(path: Path) -> Any:
 
 def parse_json(text: str) -> Any:
     """Parse JSON with comments and trailing commas, as editors write it."""
-    for pattern in (_COMMENT, _TRAILING_COMMA):  # replaced by blanks, so that errors name the right line
+    for pattern in (_COMMENT_PATTERN, _TRAILING_COMMA):  # blanks keep the line numbers of errors
         text = pattern.sub(lambda match: match[1] or re.sub(r"[^\n]", " ", match[0]), text)
     return json.loads(text)
 

@@ -23,7 +23,7 @@ from TrainingFactory.common.texts import escape_control
 from TrainingFactory.tools.mcp.content import has_images, make_tool_result
 from TrainingFactory.tools.mcp.offers import OfferedTool
 from TrainingFactory.tools.mcp.server_config import ServerConfig, ServerDown
-from TrainingFactory.tools.mcp.stdio import MAX_MESSAGE_BYTES, TOO_LONG_MESSAGE, ServerOutput, stdio_transport
+from TrainingFactory.tools.mcp.stdio import MAX_MESSAGE_BYTES, TOO_LONG_MESSAGE, ServerOutput, open_stdio
 from TrainingFactory.tools.schema import check_schema, make_validator
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import ToolResult, ToolSpec
@@ -137,7 +137,7 @@ class Connection:
             return streamable_http_client(
                 config.url, http_client=client, max_sse_event_size=MAX_MESSAGE_BYTES
             )
-        return stdio_transport(config, stack.enter_context(self._server_output.open_stderr()))
+        return open_stdio(config, stack.enter_context(self._server_output.open_stderr()))
 
     # messages from the server
 
@@ -165,7 +165,7 @@ class Connection:
             self._relist_task = asyncio.create_task(self._relist_tools(self._client))
 
     async def _relist_tools(self, client: Client, subscribes: bool = False) -> None:
-        """List the tools again: once, or with `subscribe` at every change, as the newest protocol requires."""
+        """List the tools again: once, or with `subscribes` at every change, as the newest protocol requires."""
         with contextlib.suppress(Exception):  # a lost connection is detected elsewhere
             if not subscribes:
                 return await self._list_tools(client)

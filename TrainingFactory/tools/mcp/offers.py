@@ -28,7 +28,7 @@ class OfferedTool:
     description: str
     parameters: dict[str, Any]
     output_schema: dict[str, Any] | None = None  # the schema of structured results
-    idempotent: bool = False  # according to the server's hints
+    is_idempotent: bool = False  # according to the server's hints
     version: str = ""
 
 
@@ -36,7 +36,7 @@ class OfferedTool:
 class Offer:
     """A server's tool as models see it. It does not change during the lifetime of its `MCPTools`."""
 
-    server: str  # empty for a catalog tool that the config names
+    server_name: str  # empty for a catalog tool that the config names
     remote_name: str  # its name on the server
     spec: ToolSpec
     options: ToolOptions
@@ -71,7 +71,7 @@ def _make_offer(config: ServerConfig, tool: OfferedTool, override: ToolOverride 
             f"{config.location}: invalid tool name {name!r}: models can call only names of 1 to 128 letters, digits "
             "and _ . / -; list the other tools in tfactory.tools"
         )
-    is_idempotent = tool.idempotent if settings.idempotent is None else settings.idempotent
+    is_idempotent = tool.is_idempotent if settings.idempotent is None else settings.idempotent
     options = ToolOptions(
         timeout=settings.timeout,
         ordered=settings.isolation != "shared",  # all calls of an episode share the state of its session
@@ -93,9 +93,9 @@ def _make_offer(config: ServerConfig, tool: OfferedTool, override: ToolOverride 
     )
 
 
-def option_applies(option: bool | list[str], tool: str) -> bool:
+def option_applies(option: bool | list[str], tool_name: str) -> bool:
     """Return whether an option such as `pure`, true or a list of tool names, applies to the tool."""
-    return tool in option if isinstance(option, list) else option
+    return tool_name in option if isinstance(option, list) else option
 
 
 def _as_spec(name: str, description: str, parameters: dict[str, Any], location: str) -> ToolSpec:

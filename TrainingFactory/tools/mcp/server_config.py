@@ -32,7 +32,7 @@ from TrainingFactory.common.texts import SECRET_VARIABLES, iter_secrets, redact
 Transport = Literal["stdio", "http", "sse"]
 TransportName = Literal["stdio", "http", "streamable-http", "streamable_http", "streamableHttp", "sse"]
 # Keys of other programs, which have no effect here.
-IGNORED = {"disabled", "enabled", "description", "icon", "icons", "name", "note", "gallery", "version", "dev"} | {
+UNUSED_KEYS = {"disabled", "enabled", "description", "icon", "icons", "name", "note", "gallery", "version", "dev"} | {
     "autoApprove", "alwaysAllow", "trust", "timeout", "sse_read_timeout", "disabledTools", "_comment"
 }  # fmt: skip
 KEY_ALIASES = {"serverUrl": "url", "transport": "type"}
@@ -174,7 +174,9 @@ def make_server_config(name: str, origin: str, folder: Path, raw_entry: Mapping[
     variables: dict[str, str] = {}
     try:
         entry = _read_entry(raw_entry)
-        config = ServerConfig(name, origin, _transport(entry), settings=entry.tfactory, variables=variables)
+        config = ServerConfig(
+            name, origin, _get_transport(entry), settings=entry.tfactory, variables=variables
+        )
         fill = _make_filler(folder, variables)
         for key, value in (entry.env | entry.headers).items():
             if _SECRET_NAME.search(key):
@@ -190,7 +192,7 @@ def make_server_config(name: str, origin: str, folder: Path, raw_entry: Mapping[
 def _read_entry(raw_entry: Mapping[str, Any]) -> _Entry:
     options = {KEY_ALIASES.get(key, key): value for key, value in raw_entry.items() if value is not None}
     try:
-        return make_from(_Entry, {key: options[key] for key in options if key not in IGNORED}, "a server")
+        return make_from(_Entry, {key: options[key] for key in options if key not in UNUSED_KEYS}, "a server")
     except OptionError as error:
         # Values under keys other than `tfactory` may be secrets.
         raise OptionError(
@@ -201,7 +203,7 @@ def _read_entry(raw_entry: Mapping[str, Any]) -> _Entry:
         ) from None
 
 
-def _transport(entry: _Entry) -> Transport:
+def _get_transport(entry: _Entry) -> Transport:
     if bool(entry.command) == bool(entry.url):
         raise ValueError("write either a command or a url")
     if entry.type == "stdio" or (entry.type is None and entry.command):

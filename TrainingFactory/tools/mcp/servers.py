@@ -27,7 +27,7 @@ RECONNECT_SECONDS = 5.0  # seconds that calls wait for a reconnection, which is 
 MAX_CONCURRENT_STARTS = max(4, 2 * (os.cpu_count() or 1))
 
 
-def backoff_seconds(num_failures: int) -> float:
+def get_backoff_seconds(num_failures: int) -> float:
     """Return the seconds to wait after `failures` consecutive failures, with jitter to spread reconnections."""
     if num_failures == 0:
         return 0.0
@@ -68,11 +68,11 @@ class Server:
             log.warning(text, self.config.name, removed_list)
         self._removed_names = missing_names
 
-    def make_removed_result(self, tool: str) -> ToolResult | None:
+    def make_removed_result(self, tool_name: str) -> ToolResult | None:
         """Return an error result if the server has removed the tool; None otherwise."""
-        if tool not in self._removed_names:
+        if tool_name not in self._removed_names:
             return None
-        text = f"server {self.config.name!r} no longer offers {tool}"
+        text = f"server {self.config.name!r} no longer offers {tool_name}"
         return ToolResult(text, ok=False, error="exception")  # not "unavailable": the server is up
 
     def make_unavailable_result(self, error: Exception) -> ToolResult:
@@ -102,7 +102,7 @@ class SharedConnection:
         num_failures, was_connected = 0, False
         try:
             while True:
-                await asyncio.sleep(backoff_seconds(num_failures))
+                await asyncio.sleep(get_backoff_seconds(num_failures))
                 try:
                     self.connection = await self.server.connect()
                 except ServerDown as error:
@@ -157,7 +157,7 @@ class SharedServer(Server):
             await asyncio.sleep(0)  # let their tasks notice the loss
         await self._connections[0].settled_event.wait()
 
-    async def call(self, tool: str, arguments: dict[str, Any]) -> ToolResult:
+    async def call(self, tool_name: str, arguments: dict[str, Any]) -> ToolResult:
         last_error = None
         for _ in range(2):
             await self.until_ready()
@@ -166,7 +166,7 @@ class SharedServer(Server):
                 break
             connection = min(connections, key=lambda connection: connection.num_in_flight)
             try:
-                return self.make_removed_result(tool) or await connection.call(tool, arguments)
+                return self.make_removed_result(tool_name) or await connection.call(tool_name, arguments)
             except ServerDown as error:
                 last_error = error
                 # A call that never reached the server may be sent again, even if the tool is not idempotent.
@@ -260,8 +260,8 @@ class EpisodeConnection:
         self._connection = self._connection or self.server.take_connection()
         await asyncio.wait({self._connection})
 
-    async def call(self, tool: str, arguments: dict[str, Any]) -> ToolResult:
-        if removed_result := self.server.make_removed_result(tool):
+    async def call(self, tool_name: str, arguments: dict[str, Any]) -> ToolResult:
+        if removed_result := self.server.make_removed_result(tool_name):
             return removed_result
         self._connection = self._connection or self.server.take_connection()
         try:
@@ -270,7 +270,7 @@ class EpisodeConnection:
             self._connection = None
             return self.server.make_unavailable_result(error)
         try:
-            return await connection.call(tool, arguments)
+            return await connection.call(tool_name, arguments)
         except ServerDown as error:
             # The episode's state on the server is lost; a new connection would silently start from scratch.
             raise ToolFailure(f"the session of this episode ended: {error}") from error

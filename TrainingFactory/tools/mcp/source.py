@@ -70,7 +70,7 @@ class MCPTools:
             await self._connect()
             await asyncio.gather(*(source.open() for source in self._list_sources()))
             if self._offers is None:
-                servers = self.here().values()
+                servers = self.get_servers().values()
                 offers_by_server = [make_offers(server.config, server.offered_tools) for server in servers]
                 self._offers = [offer for offers in offers_by_server for offer in offers]
                 session = self.session()
@@ -94,7 +94,7 @@ class MCPTools:
                 hint = '\n  (if it uses the older SSE transport, write "type": "sse")' if is_http else ""
                 problems.append(f"{server.config.origin}: {error}{hint}")
 
-        await asyncio.gather(*map(connect, self.here().values()))
+        await asyncio.gather(*map(connect, self.get_servers().values()))
         if problems:
             raise ValueError("\n".join(problems))
 
@@ -109,7 +109,7 @@ class MCPTools:
     def session(self) -> MCPSession:
         return MCPSession(self)
 
-    def here(self) -> dict[str, AnyServer]:
+    def get_servers(self) -> dict[str, AnyServer]:
         """Return the servers of the running event loop. Every loop has its own, because connections cannot move."""
         loop = asyncio.get_running_loop()
         if loop not in self._servers:
@@ -131,12 +131,12 @@ class MCPSession:
         self._sessions = [tool_source.session() for tool_source in source._list_sources()]
         self.named = [tool for tool in source.named.values() if not isinstance(tool, ToolSource)]
         self.named += [tool for session in self._sessions for tool in session.tools]
-        self.tools = [*(MCPTool(offer, self) for offer in source.offers if offer.server), *self.named]
+        self.tools = [*(MCPTool(offer, self) for offer in source.offers if offer.server_name), *self.named]
 
     def get_connection(self, server_name: str) -> SharedServer | EpisodeConnection:
         """Return the connection that carries this episode's calls to the server."""
         if server_name not in self._episode_connections:
-            server = self._source.here()[server_name]
+            server = self._source.get_servers()[server_name]
             if isinstance(server, SharedServer):
                 return server
             self._episode_connections[server_name] = EpisodeConnection(server)

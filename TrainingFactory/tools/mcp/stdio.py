@@ -35,7 +35,7 @@ _ID_PATTERN = re.compile(
 
 
 @contextlib.asynccontextmanager
-async def stdio_transport(config: ServerConfig, stderr_file: TextIO) -> AsyncIterator[tuple[Any, Any]]:
+async def open_stdio(config: ServerConfig, stderr_file: TextIO) -> AsyncIterator[tuple[Any, Any]]:
     """Start the server; yield the streams of incoming and outgoing messages."""
     process = await anyio.open_process(
         [config.command, *config.args],

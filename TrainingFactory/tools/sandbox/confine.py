@@ -18,7 +18,7 @@ from typing import Any
 from syscalls import ALLOWED_CALLS, ARCHITECTURES, CONDITIONAL_CALLS, PRETENDED_CALLS, parse_numbers
 
 libc = ctypes.CDLL(None, use_errno=True)
-MIB = 2**20
+BYTES_PER_MIB = 2**20
 
 # prctl
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 22, 24, 38
@@ -53,12 +53,12 @@ def confine(settings: dict[str, Any]) -> dict[str, Any]:
     set_limits(settings)
     is_private = bool(apply_layer(namespaces, disk_mb, folder)) if sys.platform == "linux" else False
     os.chdir(folder)
-    abi = apply_layer(landlock, folder, settings["readable"])
+    abi_version = apply_layer(landlock, folder, settings["readable"])
     drop_capabilities()
     if not settings["threads"]:
         apply_layer(no_new_processes)
     has_filter = apply_layer(seccomp, settings["threads"])
-    report["files"] = f"Landlock (version {abi})" if abi else None
+    report["files"] = f"Landlock (version {abi_version})" if abi_version else None
     layers = [name for name, is_on in (("seccomp", has_filter), ("network namespace", is_private)) if is_on]
     report["network"] = " and ".join(layers) or None
     fallback = "RLIMIT_NPROC" if not settings["threads"] and os.getuid() != 0 else None
@@ -72,8 +72,8 @@ def confine(settings: dict[str, Any]) -> dict[str, Any]:
 def set_limits(settings: dict[str, Any]) -> None:
     soft_limits = {
         resource.RLIMIT_CPU: settings["cpu_seconds"],
-        resource.RLIMIT_AS: settings["memory_mb"] * MIB,
-        resource.RLIMIT_FSIZE: settings["disk_mb"] * MIB,
+        resource.RLIMIT_AS: settings["memory_mb"] * BYTES_PER_MIB,
+        resource.RLIMIT_FSIZE: settings["disk_mb"] * BYTES_PER_MIB,
         resource.RLIMIT_NOFILE: 64,
         resource.RLIMIT_CORE: 0,
     }
@@ -122,21 +122,21 @@ def landlock(folder: str, readable_paths: list[str], allow_programs: bool = Fals
     to run programs and to use the network. Return the ABI version."""
     if sys.platform != "linux":
         raise LayerUnavailable(f"{sys.platform} has no Landlock")
-    abi = libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), 1)
-    if abi < 1:
+    abi_version = libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), 1)
+    if abi_version < 1:
         raise LayerUnavailable("Landlock is missing or disabled in this kernel; it needs Linux 5.13 or later")
-    all_rights = (1 << RIGHTS_BY_ABI.get(abi, 16)) - 1
+    all_rights = (1 << RIGHTS_BY_ABI.get(abi_version, 16)) - 1
     # files; TCP (ABI 4); abstract sockets and signals (ABI 6)
     ruleset_fields = struct.pack("=QQQ", all_rights, 0 if allow_programs else 3, 3)
-    num_bytes = 8 if abi < 4 else 16 if abi < 6 else 24
+    num_bytes = 8 if abi_version < 4 else 16 if abi_version < 6 else 24
     ruleset = _check_result(libc.syscall(CREATE_RULESET, ruleset_fields, ctypes.c_size_t(num_bytes), 0))
 
-    def allow(path: str, rights: int) -> None:
+    def allow(path: str, rights_mask: int) -> None:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
             if not os.path.isdir(path):
-                rights &= EXECUTE | WRITE_FILE | READ_FILE
-            rule = struct.pack("=Qi", rights & all_rights, descriptor)
+                rights_mask &= EXECUTE | WRITE_FILE | READ_FILE
+            rule = struct.pack("=Qi", rights_mask & all_rights, descriptor)
             _check_result(libc.syscall(ADD_RULE, ruleset, 1, rule, 0))
             os.close(descriptor)
 
@@ -152,7 +152,7 @@ def landlock(folder: str, readable_paths: list[str], allow_programs: bool = Fals
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     _check_result(libc.syscall(RESTRICT_SELF, ruleset, 0))
     os.close(ruleset)
-    return abi
+    return abi_version
 
 
 def _python_files() -> list[str]:

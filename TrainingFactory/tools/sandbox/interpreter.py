@@ -24,7 +24,7 @@ RESERVE_BYTES = 8 * 2**20  # freed after a MemoryError, so that the answer can s
 
 
 class CappedOutput:
-    """Output of unlimited length of which only `limit` bytes are kept: the beginning and the end."""
+    """Output of unlimited length of which only `max_bytes` bytes are kept: the beginning and the end."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes, self.head_bytes = max_bytes, max_bytes * 3 // 4
@@ -41,7 +41,7 @@ class CappedOutput:
         self.cut_bytes += num_excess_bytes
         return len(data)
 
-    def text(self) -> str:
+    def get_text(self) -> str:
         marker = f"\n[... {self.cut_bytes} bytes cut ...]\n".encode() if self.cut_bytes else b""
         output = self.buffer[: self.head_bytes] + marker + self.buffer[self.head_bytes :]
         return output.decode("utf-8", errors="replace")
@@ -66,20 +66,20 @@ class Interpreter:
     def __init__(self, max_output_bytes: int, stray_descriptor: int) -> None:
         self.output = CappedOutput(max_output_bytes)
         self.max_bytes = max_output_bytes
-        self.stray_output = stray_descriptor  # descriptor to read what code writes to descriptors 1 and 2
+        self.stray_descriptor = stray_descriptor  # to read what code writes to descriptors 1 and 2
         self.module = ModuleType("__main__")
         self.module.__dict__["__builtins__"] = builtins
         sys.modules["__main__"] = self.module
-        self.calls = 0
+        self.num_calls = 0
         self.memory_reserve: bytearray | None = bytearray(RESERVE_BYTES)
 
     def run(self, code: str) -> dict[str, Any]:
-        self.calls += 1
+        self.num_calls += 1
         self.output.clear()
         sys.stdout = sys.stderr = io.TextIOWrapper(
             io.BufferedWriter(OutputStream(self.output)), "utf-8", errors="replace", write_through=True
         )
-        source_name = f"<call {self.calls}>"
+        source_name = f"<call {self.num_calls}>"
         linecache.cache[source_name] = (len(code), None, code.splitlines(keepends=True), source_name)
         error = None
         try:
@@ -125,8 +125,8 @@ class Interpreter:
         except BaseException:  # the code closed or replaced it
             error = error or "the output could not be read: sys.stdout was closed or replaced"
         with contextlib.suppress(OSError):  # the pipe is empty
-            self.output.write(os.read(self.stray_output, 65536))
-        answer = {"text": self.output.text(), "error": error, "spent": False}
+            self.output.write(os.read(self.stray_descriptor, 65536))
+        answer = {"text": self.output.get_text(), "error": error, "spent": False}
         if self.memory_reserve is None:
             answer["spent"] = not self._recover_memory()
         return answer
@@ -135,8 +135,8 @@ class Interpreter:
         """Free memory after a MemoryError; return False if the process must be replaced."""
         gc.collect()
         try:
-            probe = bytearray(4 * RESERVE_BYTES)
-            del probe
+            probe_buffer = bytearray(4 * RESERVE_BYTES)
+            del probe_buffer
             self.memory_reserve = bytearray(RESERVE_BYTES)
         except MemoryError:
             return False
@@ -145,13 +145,13 @@ class Interpreter:
 
 def divert_output() -> int:
     """Redirect descriptors 1 and 2 to a pipe, and return its read end."""
-    reader, writer = os.pipe()
-    os.set_blocking(reader, False)
-    os.set_blocking(writer, False)  # a full pipe raises an error in the code instead of blocking
-    os.dup2(writer, 1)
-    os.dup2(writer, 2)
-    os.close(writer)
-    return reader
+    read_descriptor, write_descriptor = os.pipe()
+    os.set_blocking(read_descriptor, False)
+    os.set_blocking(write_descriptor, False)  # a full pipe raises an error in the code instead of blocking
+    os.dup2(write_descriptor, 1)
+    os.dup2(write_descriptor, 2)
+    os.close(write_descriptor)
+    return read_descriptor
 
 
 def start(settings: dict[str, Any]) -> Callable[[dict[str, str]], dict[str, Any]]:

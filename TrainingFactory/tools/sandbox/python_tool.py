@@ -39,11 +39,11 @@ HALF_OF_MEMORY_MB = psutil.virtual_memory().total // 2**21  # MiB
 START_ERRORS = (WorkerDied, WorkerError, WorkerTooSlow, OSError)
 START_FAILED_TEXT = "cannot start the interpreter of the python tool: %s"
 STATE_LOST_TEXT = "Variables and files are gone; the next call begins with a fresh interpreter."
-DESCRIPTION = (
+TOOL_DESCRIPTION = (
     "Run Python code. Variables are kept between calls. You see what it prints and the value of its last "
     "expression. At most {timeout:g} s a call; no network; files only in the current folder."
 )
-PARAMETERS = {
+CODE_PARAMETERS = {
     "type": "object",
     "properties": {"code": {"type": "string", "description": "Python source"}},
     "required": ["code"],
@@ -107,9 +107,9 @@ class PythonTool:
         self.idle_memory_mb = idle_memory_mb or HALF_OF_MEMORY_MB
         self._idle_bytes: weakref.WeakKeyDictionary[PythonSession, int] = weakref.WeakKeyDictionary()
         self.allow_unsafe = allow_unsafe
-        readable = _find_package_folders(name, packages)
-        self.limits = ProcessLimits(memory_mb, disk_mb, cpu_seconds, max_output_chars, threads, readable)
-        self.spec = ToolSpec(name, description or DESCRIPTION.format(timeout=timeout), PARAMETERS)
+        folders = _find_package_folders(name, packages)
+        self.limits = ProcessLimits(memory_mb, disk_mb, cpu_seconds, max_output_chars, threads, folders)
+        self.spec = ToolSpec(name, description or TOOL_DESCRIPTION.format(timeout=timeout), CODE_PARAMETERS)
         # The default runs no more processes than the machine can serve in time.
         max_processes = concurrency or max(4, 2 * (os.cpu_count() or 1))
         # Results depend on the Python version, the limits and the packages.
@@ -187,7 +187,7 @@ class PythonSession:
         if self._is_closed:
             raise WorkerDied("was closed")
         self._process = process = _Process(self.source.limits)
-        isolation = await process.isolation()
+        isolation = await process.fetch_isolation()
         if not self.source.allow_unsafe and isolation.unenforced:
             process.kill()
             raise WorkerDied("has lost its isolation: " + "; ".join(isolation.missing))
@@ -257,7 +257,7 @@ class _Process(Worker):
             return psutil.Process(self.pid).memory_info().rss if self.alive else 0
         return 0
 
-    async def isolation(self) -> Isolation:
+    async def fetch_isolation(self) -> Isolation:
         report = await self.ask({}, START_SECONDS)
         return Isolation(**(report | {"missing": tuple(report["missing"])}))
 
@@ -279,7 +279,7 @@ def probe_isolation(limits: ProcessLimits) -> Isolation:
     async def probe() -> Isolation:
         process = _Process(limits)
         try:
-            return await process.isolation()
+            return await process.fetch_isolation()
         finally:
             await process.close()
 
