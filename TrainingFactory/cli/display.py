@@ -32,8 +32,8 @@ LINE_INTERVAL = 5.0  # seconds between plain lines of one progress bar
 class Display:
     """Shows the progress of a run, a rollout, an evaluation or any counted work.
 
-    `episodes` is the expected number of episodes, each of which advances a bar; None: training steps are shown instead,
-    in a bar named `task`. `loads_model` is False for a model behind an endpoint."""
+    `num_episodes` is the expected number of episodes, each of which advances a bar; None: training steps are shown
+    instead, in a bar named `task`. `loads_model` is False for a model behind an endpoint."""
 
     def __init__(
         self, num_episodes: int | None = None, console: Console | None = None, loads_model: bool = True

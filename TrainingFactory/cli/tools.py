@@ -161,7 +161,7 @@ async def _prepare_call(path: str | None, name: str, arguments: tuple[str, ...])
 
 
 async def _measure_calls(call: Call, num_calls: int, num_workers: int, display: Display) -> tuple[str, ...]:
-    """Make `calls` calls from `num_workers` concurrent workers and return a row of the table."""
+    """Make `num_calls` calls from `num_workers` concurrent workers and return a row of the table."""
     remaining_calls = iter(range(num_calls))
     num_failed = 0
     call_seconds: list[float] = []

@@ -54,7 +54,7 @@ class RunAction(BaseModel):
 
 
 class Page:
-    """The web UI over the folder of runs `runs`. `token` must be sent with every request; None: no authentication.
+    """The web UI over the folder of runs. `token` must be sent with every request; None: no authentication.
     `endpoints` are names of model endpoints that the playground may use. Each further part of the UI is a module that
     adds its own routes to this page's `site`."""
 
