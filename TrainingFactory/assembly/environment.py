@@ -33,7 +33,7 @@ RL_FACTORY_METHODS = (
 def make_environment(
     config: TrainingConfig, has_user_tools: bool = False, notify: Notify = lambda _: None
 ) -> EnvironmentFactory:
-    """Return the factory of the config's environment, or a plain conversation if there are only tasks or `has_user_tools`.
+    """Return the factory of the config's environment, or a plain conversation if there are only tasks or user tools.
     `notify` gets one line per resolved id."""
     name = config.environment.environment_id
     if config.environment.command is not None:
