@@ -23,7 +23,7 @@ import torch
 from benchmarks.update import make_rows
 from TrainingFactory.apps.plan.shapes import find_shape
 from TrainingFactory.assembly.learner import make_algorithm, make_learner, make_trainable
-from TrainingFactory.assembly.memory import device_bytes
+from TrainingFactory.assembly.memory import estimate_device_bytes
 from TrainingFactory.assembly.sampler import make_engine
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.packing import make_batch
@@ -70,7 +70,7 @@ def random_model(size: str, device: str, positions: int = 4096) -> Any:
 
 def estimated(size: str, kind: str, device: str) -> dict[str, Any]:
     config, shape = config_of(kind, device), find_shape("", size)
-    parts = device_bytes(config, shape, shape.count_held(config), make_algorithm(config).needs, 1024)
+    parts = estimate_device_bytes(config, shape, shape.count_held(config), make_algorithm(config).needs, 1024)
     gib = sum(parts.values()) / 2**30
     return {"size": size, "kind": kind, "parameters": shape.params, "estimated_gib": gib}
 

@@ -21,7 +21,7 @@ import torch
 from benchmarks.gpu_shapes import random_model
 from TrainingFactory.apps.plan.shapes import find_shape
 from TrainingFactory.assembly.learner import make_algorithm, make_learner, make_trainable
-from TrainingFactory.assembly.memory import learner_bytes
+from TrainingFactory.assembly.memory import estimate_learner_bytes
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.packing import make_batch
 from TrainingFactory.models import LoadedModel
@@ -46,7 +46,9 @@ def config_of(kind: str, device: str, tokens: int) -> TrainingConfig:
 def estimated_gib(size: str, config: TrainingConfig) -> float:
     """Return the doctor's estimate of the learner's memory for one row of `model.max_length` tokens."""
     shape, tokens = find_shape("", size), config.model.max_length
-    parts = learner_bytes(config, shape, shape.count_held(config), make_algorithm(config).needs, 1, tokens)
+    parts = estimate_learner_bytes(
+        config, shape, shape.count_held(config), make_algorithm(config).needs, 1, tokens
+    )
     return sum(parts.values()) / 2**30
 
 

@@ -36,7 +36,7 @@ def _load_function(config: TrainingConfig) -> Any:
     return function
 
 
-def max_leaves(config: TrainingConfig) -> int:
+def count_max_leaves(config: TrainingConfig) -> int:
     """Return the maximum number of episodes per task: the group, including all forked episodes."""
     group_size, section = config.training.group_size, config.training.branching
     if section is None:

@@ -193,7 +193,7 @@ class EndpointRollouts(RolloutEngine):
         return EndpointRun(self.rules, trajectory, sampler, *args)
 
 
-def endpoint_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def sum_endpoint_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Return the total tokens and cost of all turns, including turns that an earlier process paid for; empty for models
     without an endpoint."""
     totals: dict[str, float] = {}

@@ -31,16 +31,16 @@ RL_FACTORY_METHODS = (
 
 
 def make_environment(
-    config: TrainingConfig, user_tools: bool = False, notify: Notify = lambda _: None
+    config: TrainingConfig, has_user_tools: bool = False, notify: Notify = lambda _: None
 ) -> EnvironmentFactory:
-    """Return the factory of the config's environment, or a plain conversation if there are only tasks or `user_tools`.
+    """Return the factory of the config's environment, or a plain conversation if there are only tasks or user tools.
     `notify` gets one line per resolved id."""
     name = config.environment.environment_id
     if config.environment.command is not None:
         return make_program(config, config.environment.command)
     if name is not None:
         return as_environment_factory(find_environment(name, notify), config.environment.options)
-    if user_tools or config.data.tasks is not None:
+    if has_user_tools or config.data.tasks is not None:
         return as_environment_factory(ToolEnvironment, config.environment.options)
     known_names = ", ".join(name for name, alias in catalog.names("environment").items() if alias is None)
     raise ValueError(
@@ -66,7 +66,7 @@ def make_program(config: TrainingConfig, command: str) -> AgentProgram:
 def find_environment(environment_id: str, notify: Notify = lambda _: None) -> Any:
     """Return an environment by name: a Python file, a scenario of an EnvironmentFactory, or a catalog entry."""
     if is_file_name(environment_id) and not is_foreign(environment_id):
-        return environment_from_file(environment_id)
+        return load_environment_file(environment_id)
     if (scenario := ENVIRONMENTS.find_object(environment_id)) is not None:
         notify(f"environment.environment_id {environment_id} is a scenario of {ENVIRONMENTS.package}")
         return make_scenario_environment(scenario)
@@ -157,7 +157,7 @@ def _reject_uncalled_methods(environment: Any) -> None:
         )
 
 
-def environment_from_file(
+def load_environment_file(
     file_name: str,
 ) -> type[ToolEnvironment] | type[ForeignEnvironment] | type[SelfPlayEnvironment]:
     """Return the environment class in `weather.py`, or the one named in `weather.py:Weather`."""

@@ -11,14 +11,14 @@ from TrainingFactory.cluster.launcher import find_launched_process
 from TrainingFactory.config import TrainingConfig
 
 
-def visible_gpus() -> int:
+def count_visible_gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
 
 
 def with_gpu_division(
-    config: TrainingConfig, notify: Callable[[str], None], count_gpus: Callable[[], int] = visible_gpus
+    config: TrainingConfig, notify: Callable[[str], None], count_gpus: Callable[[], int] = count_visible_gpus
 ) -> TrainingConfig:
     """Return the config with `compute.learners` and `compute.samplers` set to use all of `compute.num_gpus`. Return it
     unchanged if it sets one of these two itself, under a launcher such as torchrun, and on the CPU."""

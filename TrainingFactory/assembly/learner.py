@@ -49,7 +49,7 @@ def make_algorithm(config: TrainingConfig) -> Algorithm:
     """Make the algorithm, with importance correction if the sampler's weights may differ from the learner's."""
     algorithm, optimization = config.training.algorithm, config.optimization
     options = getattr(config, algorithm).model_dump()
-    if (max_weight := importance_cap(config)) is not None:
+    if (max_weight := compute_importance_cap(config)) is not None:
         from TrainingFactory.algorithms.correction import Correction
 
         mask_limits = optimization.importance_mask
@@ -60,7 +60,7 @@ def make_algorithm(config: TrainingConfig) -> Algorithm:
     return kinds.make_algorithm(algorithm, options)
 
 
-def importance_cap(config: TrainingConfig) -> float | None:
+def compute_importance_cap(config: TrainingConfig) -> float | None:
     """Return the largest importance weight of a token. None: no correction, because the learner itself samples."""
     if not KINDS[config.training.algorithm].samples:
         return None
@@ -102,7 +102,7 @@ def make_learner(
             training.optimizer,
             training.learning_rate,
             training.weight_decay,
-            critic_learning_rate=critic_learning_rate(config) if "values" in inputs else None,
+            critic_learning_rate=get_critic_learning_rate(config) if "values" in inputs else None,
             schedule=training.schedule,
             warmup_steps=training.warmup_steps * updates_per_step,
             total_steps=steps * updates_per_step,
@@ -167,12 +167,12 @@ def make_critic(model: Any) -> Any:
     return critic
 
 
-def critic_learning_rate(config: TrainingConfig) -> float:
+def get_critic_learning_rate(config: TrainingConfig) -> float:
     """Return the critic's learning rate; by default ten times the policy's, because its head starts untrained."""
     return config.ppo.critic_learning_rate or 10 * config.training.learning_rate
 
 
-async def reference_logprobs(
+async def compute_reference_logprobs(
     policy: Policy, algorithm: Algorithm, dataset: TokenizedDataset, batch_size: int, watcher: Watcher
 ) -> list[list[list[float]]]:
     """Compute the reference model's log-probs of all rows of each example, so that the run needs no separate reference

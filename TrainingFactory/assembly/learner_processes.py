@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from TrainingFactory.models import LoadedModel
 
 T = TypeVar("T")
-SERVE = "TrainingFactory.assembly.learner_processes:serve_started"
-PACKAGES = ("torch", "transformers", "peft", "numpy")
+SERVE_FUNCTION = "TrainingFactory.assembly.learner_processes:serve_started"
+VERSIONED_PACKAGES = ("torch", "transformers", "peft", "numpy")
 
 
 def with_learner_count(config: TrainingConfig, notify: Callable[[str], None]) -> TrainingConfig:
@@ -73,8 +73,8 @@ class Learners:
         """Start the other processes, or wait for those of a launcher, and check that all have the same versions and
         config."""
         self._config = config
-        learners = config.compute.learners or 1
-        if learners == 1:
+        num_learners = config.compute.learners or 1
+        if num_learners == 1:
             return
         from TrainingFactory.cluster.ranks import RankGroup, ShardedPolicy
 
@@ -82,10 +82,10 @@ class Learners:
         on_gpu = _pick_device(config if find_launched_process() is None else TrainingConfig()).type == "cuda"
         log_note = ""
         if find_launched_process() is not None:
-            rank_group = await in_thread(RankGroup, 0, learners, None, os.environ["MASTER_ADDR"], on_gpu)
+            rank_group = await in_thread(RankGroup, 0, num_learners, None, os.environ["MASTER_ADDR"], on_gpu)
         else:
             log_note = f", with a log in {folder}" if config.compute.backend == "local" else ""
-            rank_group = await self._start_group(exit_stack, folder, learners, on_gpu)
+            rank_group = await self._start_group(exit_stack, folder, num_learners, on_gpu)
         self._ranks = ranks = ShardedPolicy(rank_group, interrupts.fail, log_note)
         exit_stack.push_async_callback(ranks.close)
         await ranks.wait_for_ranks()
@@ -105,7 +105,7 @@ class Learners:
             )
 
     async def _start_group(
-        self, exit_stack: AsyncExitStack, folder: Path, learners: int, on_gpu: bool
+        self, exit_stack: AsyncExitStack, folder: Path, num_learners: int, on_gpu: bool
     ) -> RankGroup:
         import torch
 
@@ -115,42 +115,49 @@ class Learners:
         host = "127.0.0.1"
         workers: list[Any] = []
         if compute.backend == "ray":  # Ray shows each actor only its own device
-            host, workers = await self._start_actors(exit_stack, learners)
-        elif on_gpu and (gpus := torch.cuda.device_count()) < learners:
+            host, workers = await self._start_actors(exit_stack, num_learners)
+        elif on_gpu and (gpus := torch.cuda.device_count()) < num_learners:
             raise ValueError(
-                f"compute.learners is {learners}, but this machine has {gpus} GPUs and each learner needs one: set "
+                f"compute.learners is {num_learners}, but this machine has {gpus} GPUs and each learner needs one: set "
                 "fewer, or use several machines with compute.backend=ray or torchrun"
             )
-        for rank in range(1, learners if compute.backend == "local" else 1):
+        for rank in range(1, num_learners if compute.backend == "local" else 1):
             log_file = exit_stack.enter_context((folder / f"learner-{rank}.log").open("ab"))
-            workers.append(Worker(SERVE, stderr=log_file, start_seconds=compute.start_timeout))
+            workers.append(Worker(SERVE_FUNCTION, stderr=log_file, start_seconds=compute.start_timeout))
         store, port = open_store(host)
         tasks: list[asyncio.Task[str]] = []
         for rank, worker in enumerate(workers, 1):
             exit_stack.push_async_callback(worker.close)
             device = rank if compute.backend == "local" else 0
-            tasks.append(asyncio.create_task(_run_rank(worker, [rank, learners, port, host, on_gpu, device])))
-        join_task = asyncio.create_task(in_thread(RankGroup, 0, learners, store, host, on_gpu))
+            tasks.append(
+                asyncio.create_task(_run_rank(worker, [rank, num_learners, port, host, on_gpu, device]))
+            )
+        join_task = asyncio.create_task(in_thread(RankGroup, 0, num_learners, store, host, on_gpu))
         await asyncio.wait({join_task, *tasks}, timeout=compute.start_timeout, return_when=FIRST_COMPLETED)
         if not join_task.done():
             exits = [f"learner {rank} {task.result()}" for rank, task in enumerate(tasks, 1) if task.done()]
             reason = "; ".join(exits) or f"compute.start_timeout={compute.start_timeout:g} s have passed"
             log_note = "" if compute.backend == "ray" else f"; logs are in {folder}"
-            raise ValueError(f"compute.learners={learners} could not be started: {reason}{log_note}")
+            raise ValueError(f"compute.learners={num_learners} could not be started: {reason}{log_note}")
         return join_task.result()
 
-    async def _start_actors(self, exit_stack: AsyncExitStack, learners: int) -> tuple[str, list[Any]]:
+    async def _start_actors(self, exit_stack: AsyncExitStack, num_learners: int) -> tuple[str, list[Any]]:
         """Return the address of this machine in the Ray cluster, and an actor for each other process."""
         compute = self._config.compute
         session = RaySession(compute.address, compute.num_gpus)
         await session.open()
         exit_stack.push_async_callback(session.close)
         ray, gpus = require_ray(), session.pick_gpus(compute.gpus_per_learner)
-        bundles = [{"CPU": 1.0, "GPU": gpus}] * (learners - 1)
-        group = await session.allocate_group(bundles, f"compute.learners={learners}", compute.start_timeout)
+        bundles = [{"CPU": 1.0, "GPU": gpus}] * (num_learners - 1)
+        group = await session.allocate_group(
+            bundles, f"compute.learners={num_learners}", compute.start_timeout
+        )
         exit_stack.callback(session.remove_group, group)
         options = {"group": group, "num_cpus": 1, "num_gpus": gpus}
-        actors = [RayWorker(SERVE, role=f"learner {i + 1}", bundle=i, **options) for i in range(learners - 1)]
+        actors = [
+            RayWorker(SERVE_FUNCTION, role=f"learner {i + 1}", bundle=i, **options)
+            for i in range(num_learners - 1)
+        ]
         return await in_thread(ray.util.get_node_ip_address), actors
 
     async def load(self, load_model: Callable[[], T], *setup_args: Any) -> T:
@@ -169,16 +176,8 @@ class Learners:
         if ranks is not None and has_episodes and not samples_elsewhere(self._config):
             device = _pick_device(self._config)  # the engine's copy is made before the weights are sharded
             full_model = await in_thread(lambda: deepcopy(loaded_model.model).to(device))
-        make_policy = partial(
-            in_thread,
-            build_sampler.make_publishing_policy,
-            self._config,
-            loaded_model,
-            algorithm,
-            steps,
-            has_episodes,
-            full_model,
-        )
+        args = self._config, loaded_model, algorithm, steps, has_episodes, full_model
+        make_policy = partial(in_thread, build_sampler.make_publishing_policy, *args)
         if ranks is None:
             local_policy = await make_policy()
             return local_policy, local_policy
@@ -209,7 +208,7 @@ def collect_facts(config: TrainingConfig | None) -> dict[str, Any]:
     """Return the values that must be equal in all learner processes: package versions, and the config as the user wrote
     it."""
     facts: dict[str, Any] = {"Python": platform.python_version(), "TrainingFactory": __version__}
-    facts |= {name: version(name) for name in PACKAGES}
+    facts |= {name: version(name) for name in VERSIONED_PACKAGES}
     for section, section_values in ({} if config is None else config.model_dump(mode="json")).items():
         keys = section_values.items() if isinstance(section_values, dict) else enumerate(section_values)
         facts |= {f"{section}.{key}": value for key, value in keys}

@@ -11,8 +11,8 @@ import psutil
 import torch
 
 from TrainingFactory.algorithms.kinds import KINDS
-from TrainingFactory.assembly.branching import max_leaves
-from TrainingFactory.assembly.states import attention_layers, row_bytes
+from TrainingFactory.assembly.branching import count_max_leaves
+from TrainingFactory.assembly.states import count_kv_layers, get_row_bytes
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.learning.forward import get_causal_lm
 from TrainingFactory.models.tower_shape import ImageUse, TowerShape, measure_loaded_tower
@@ -29,7 +29,7 @@ MIN_CACHE_SHARE = 0.25  # of the free memory, for the KV cache, even if the lear
 class WeightCounts(NamedTuple):
     """The number of a model's weights, and their size in memory."""
 
-    weights: int
+    num_weights: int
     stored: float  # bytes of all weights
     trained: int
     num_float32: int  # trained weights stored in float32, which need no master copy
@@ -50,31 +50,30 @@ def estimate_model_memory(
 ) -> dict[str, float]:
     """Estimate the bytes that a run needs for a loaded model, by part."""
     counts, shape = WeightCounts.from_model(model), model.config.get_text_config()
-    return device_bytes(
+    return estimate_device_bytes(
         config, shape, counts, inputs, max_length, measure_loaded_tower(get_causal_lm(model)), images
     )
 
 
-def device_bytes(
+def estimate_device_bytes(
     config: TrainingConfig, shape: Any, counts: WeightCounts, inputs: Set[str], max_length: int,
     tower: TowerShape | None = None, images: ImageUse | None = None,
 ) -> dict[str, float]:  # fmt: skip
     """Return the bytes of each part on a device that learns and samples. `shape` has the attributes of a text config.
     `images` are the images of the run's episodes, by default as many and as large as possible."""
-    training, learners, max_staleness = (
-        config.training,
-        config.compute.learners or 1,
-        config.optimization.effective_max_staleness,
-    )
-    num_episodes = training.batch_size * max_leaves(config)
-    tokens = min(training.token_budget, num_episodes * max_length)
-    sizes = learner_bytes(config, shape, counts, inputs, learners, tokens)
+    training, num_learners = config.training, config.compute.learners or 1
+    max_staleness = config.optimization.effective_max_staleness
+    num_episodes = training.batch_size * count_max_leaves(config)
+    num_tokens = min(training.token_budget, num_episodes * max_length)
+    sizes = estimate_learner_bytes(config, shape, counts, inputs, num_learners, num_tokens)
     if tower is not None:
         images = images or ImageUse.largest(config.model.image_tokens)
-        sizes |= image_bytes(config, tower, images, tokens, counts.size)
+        sizes |= image_bytes(config, tower, images, num_tokens, counts.size)
     if KINDS[training.algorithm].samples:
-        if max_staleness or learners > 1:  # the sampler of a sharded learner has a full copy
-            sizes["the sampler's weights"] = counts.stored if learners > 1 else counts.size * counts.trained
+        if max_staleness or num_learners > 1:  # the sampler of a sharded learner has a full copy
+            sizes["the sampler's weights"] = (
+                counts.stored if num_learners > 1 else counts.size * counts.trained
+            )
         slots = min(config.sampling.slots, num_episodes * (1 + max_staleness))
         sizes["cache"] = cache_bytes(shape, slots, max_length, counts.size)
         if recurrent_bytes := state_bytes(shape, slots, counts.size):
@@ -82,7 +81,7 @@ def device_bytes(
     return {part: float(num_bytes) for part, num_bytes in sizes.items()}
 
 
-def learner_bytes(
+def estimate_learner_bytes(
     config: TrainingConfig, shape: Any, counts: WeightCounts, inputs: Set[str], learners: int, num_tokens: int
 ) -> dict[str, float]:
     """Return the bytes on each learner's device, with packs of `num_tokens`. Logits are computed in chunks and not
@@ -90,9 +89,11 @@ def learner_bytes(
     are float32, and two layers and the head at a time are gathered in the compute dtype."""
     embedding_weights = shape.hidden_size * shape.vocab_size
     is_tied = getattr(shape, "tie_word_embeddings", True)  # foreign object
-    layer_weights = (counts.weights - embedding_weights * (1 if is_tied else 2)) / shape.num_hidden_layers
+    layer_weights = (counts.num_weights - embedding_weights * (1 if is_tied else 2)) / shape.num_hidden_layers
     gathered_bytes = 0.0 if learners == 1 else counts.size * (2 * layer_weights + embedding_weights)
-    stored_bytes = counts.stored if learners == 1 else counts.stored * (1 - counts.trained / counts.weights)
+    stored_bytes = (
+        counts.stored if learners == 1 else counts.stored * (1 - counts.trained / counts.num_weights)
+    )
     sizes = {
         "weights": stored_bytes / learners + gathered_bytes,
         "float32 copies": 4 * (counts.trained - (counts.num_float32 if learners == 1 else 0)) / learners,
@@ -111,7 +112,7 @@ def learner_bytes(
     )
     if learners == 1:  # layer by layer, backward frees activations and adds gradients in the compute dtype
         sizes["gradients"] += max(0, counts.size * (counts.trained - counts.num_float32) - activations)
-    layer_gradients = 2 * mlp_width(shape) * num_tokens * counts.size  # of the layer in backward
+    layer_gradients = 2 * get_mlp_width(shape) * num_tokens * counts.size  # of the layer in backward
     return sizes | {"activations": float(activations + layer_gradients)}
 
 
@@ -122,7 +123,7 @@ def activation_bytes(
     inputs of two checkpointed layers at a time are on the device, all others in CPU memory. A layer keeps its
     input, its output, both norms, queries, keys and values before and after rotary embedding, the attention output, and
     three times the width of its MLP."""
-    width_of_mlp = mlp_width(shape)
+    width_of_mlp = get_mlp_width(shape)
     query_width, key_width = attention_widths(shape)
     layer_values = 4 * shape.hidden_size + 3 * (query_width + key_width) + 3 * width_of_mlp
     stored_values = shape.hidden_size if checkpointing else layer_values
@@ -160,7 +161,7 @@ def active_experts(shape: Any) -> int:
     return next((count for name in active_keys if (count := getattr(shape, name, None))), 0)
 
 
-def mlp_width(shape: Any) -> int:
+def get_mlp_width(shape: Any) -> int:
     """Return the MLP width that computes a token; with experts, the total width of its active experts."""
     dense_width: int = getattr(shape, "intermediate_size", None) or 4 * shape.hidden_size  # foreign object
     if not (num_active := active_experts(shape)):
@@ -177,13 +178,13 @@ def mlp_width(shape: Any) -> int:
 
 def cache_bytes(shape: Any, num_slots: int, max_length: int, itemsize: int) -> int:
     """Return the bytes of the native engine's KV cache with all slots full; `shape` is the text config."""
-    return 2 * attention_layers(shape) * attention_widths(shape)[1] * itemsize * (num_slots + 1) * max_length
+    return 2 * count_kv_layers(shape) * attention_widths(shape)[1] * itemsize * (num_slots + 1) * max_length
 
 
 def state_bytes(shape: Any, num_slots: int, itemsize: int) -> int:
     """Return the bytes of the recurrent layers' states in the native engine: the states of all slots, their snapshots,
     and one row for padding."""
-    return ((1 + SNAPSHOTS_PER_SLOT) * num_slots + 1) * row_bytes(shape, itemsize)
+    return ((1 + SNAPSHOTS_PER_SLOT) * num_slots + 1) * get_row_bytes(shape, itemsize)
 
 
 def attention_widths(shape: Any) -> tuple[int, int]:
@@ -197,7 +198,7 @@ def attention_widths(shape: Any) -> tuple[int, int]:
     return shape.num_attention_heads * head_width, num_key_heads * head_width
 
 
-def cache_limit(config: TrainingConfig, model: Any, inputs: Set[str], max_length: int) -> int:
+def compute_cache_limit(config: TrainingConfig, model: Any, inputs: Set[str], max_length: int) -> int:
     """Return the maximum bytes of a KV cache that shares the device with the learner: `sampling.cache_gib`, or the
     memory that is free at the learner's peak."""
     if config.sampling.cache_gib is not None:

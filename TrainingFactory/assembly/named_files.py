@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from TrainingFactory.assembly.folding import is_template_file
-from TrainingFactory.assembly.rewards import reward_model_folder
+from TrainingFactory.assembly.rewards import find_reward_model_folder
 from TrainingFactory.assembly.run_tools import RunTools
 from TrainingFactory.common.endpoints.names import SETTINGS_SUFFIXES
 from TrainingFactory.common.user_code import is_file_name, split_name
@@ -130,7 +130,7 @@ def with_original_paths(config: TrainingConfig, run_info: Mapping[str, Any]) -> 
     return map_files(config, lambda name: present_paths.get(name, name))
 
 
-def changed_files(run_info: Mapping[str, Any]) -> list[str]:
+def find_changed_files(run_info: Mapping[str, Any]) -> list[str]:
     """Return the Python files that have changed since the run started."""
     return [
         name
@@ -160,7 +160,7 @@ def describe_start(
     config: TrainingConfig, user_objects: UserObjects, tools: RunTools, dataset: Dataset
 ) -> dict[str, Any]:
     """Return the inputs of a run besides its config that a resume needs."""
-    reward_folder = reward_model_folder(config)
+    reward_folder = find_reward_model_folder(config)
     return {
         "objects": user_objects.object_names,
         "replay": tools.recording_path,

@@ -102,12 +102,12 @@ class _RemoteTool:
         self.spec, self._session = tool.spec, session
         self.options: ToolOptions = getattr(tool, "options", ToolOptions())  # a foreign one may have none
         self.__wrapped__ = tool  # the cache has to see who answers
-        self._process: int | None = None  # the process that holds its state
+        self._process_number: int | None = None  # the process that holds its state
 
     async def run(self, arguments: dict[str, Any]) -> ToolResult:
-        result, process = await self._session.call(self.spec.name, arguments)
-        previous_process, self._process = self._process or process, process
-        if previous_process != process and self.options.ordered and result.error != "unavailable":
+        result, process_number = await self._session.call(self.spec.name, arguments)
+        previous_process, self._process_number = self._process_number or process_number, process_number
+        if previous_process != process_number and self.options.ordered and result.error != "unavailable":
             result.content = NEW_PROCESS + result.content
         return result
 

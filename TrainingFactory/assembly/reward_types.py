@@ -45,7 +45,7 @@ RULE_MAKER = "TrainingFactory.rewards.rules.tool_verified:make_rule_or_verifier"
 STEPS_MAKER = "TrainingFactory.rewards.process_reward:make_scorer"
 STEP_OPTIONS = ("outcome_weight", "step_rewards", "pay", "cap", "claw_back")
 MAX_DEFAULT_WORKERS = 4  # by default
-UNLIMITED = 1000  # concurrent requests of a judge without a limit
+UNLIMITED_REQUESTS = 1000  # concurrent requests of a judge without a limit
 
 Options = dict[str, Any]
 
@@ -185,7 +185,7 @@ def make_judge(context: RewardContext, options: Options) -> RewardFunction:
         options = with_local_judge(options, context.config)
     if isinstance(options.get("base_url"), list):
         judges = make_judges(options.pop("base_url"), options)
-        limit = options.get("concurrency", 8) or UNLIMITED
+        limit = options.get("concurrency", 8) or UNLIMITED_REQUESTS
         return RewardWorkerPool(judges, per_worker=limit, timeout=context.config.environment.episode_timeout)
     reward = make_from(model_judge, options, "a model judge")
     return as_reward(reward) if compares_episodes(reward) else reward

@@ -140,7 +140,7 @@ def judge_metrics(reward: Any) -> dict[str, float]:
     return totals
 
 
-def reward_model_folder(config: TrainingConfig) -> Path | None:
+def find_reward_model_folder(config: TrainingConfig) -> Path | None:
     """Return the reward model's checkpoint if it is the only reward, else None."""
     if config.reward.type != "learned" or config.reward.parts:
         return None

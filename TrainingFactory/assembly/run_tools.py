@@ -43,7 +43,7 @@ class RunTools:
         self._recorder = Recorder(self._recording)
         self._tool_sources: list[ToolSource] = []
         self._program: AgentProgram | None = None
-        self._environment_metrics: Callable[[], dict[str, float]] = dict
+        self._get_environment_metrics: Callable[[], dict[str, float]] = dict
         self._pool: ProcessPool | SharedBrowser | None = None
         self._user = make_user(config, is_replaying=self._recording is not None)
         self._specs: list[ToolSpec] = []
@@ -94,7 +94,7 @@ class RunTools:
             if isinstance(model, LocalJudge) and self._recording is None:
                 await model.open()  # its start takes longer than an episode's timeout
             environment = with_simulated_user(environment, self._user)
-        self._environment_metrics = getattr(environment, "run_metrics", dict)
+        self._get_environment_metrics = getattr(environment, "run_metrics", dict)
         return environment
 
     def check_tasks(self, tasks: Sequence[Task]) -> None:
@@ -121,7 +121,7 @@ class RunTools:
         """Return the metrics of tool calls in the `is_included` episodes, the request counts of agent programs, and the
         result of the environment's class method `run_metrics`; empty if there were none."""
         program_metrics = {} if self._program is None else self._program.endpoint.pop_metrics()
-        return self.runtime.snapshot(is_included) | program_metrics | self._environment_metrics()
+        return self.runtime.snapshot(is_included) | program_metrics | self._get_environment_metrics()
 
     def totals(self) -> dict[str, float]:
         """Return the metrics of all tool calls up to the last call of `metrics`."""
@@ -178,7 +178,7 @@ def with_tools(environment: Any, tools: Sequence[ToolOrSource], system_prompt: s
 def find_recording(run_or_folder: str | Path, runs: str | Path) -> Path:
     """Return the folder of a recording by a run's name, a path, or a file of episodes."""
     path = Path(run_or_folder).expanduser()
-    for folder in (Path(runs).expanduser() / run_or_folder, path, recording_beside(path)):
+    for folder in (Path(runs).expanduser() / run_or_folder, path, get_recording_folder(path)):
         if (folder / CALLS_FILE).is_file():
             return folder
         if is_run(folder):
@@ -192,6 +192,6 @@ def find_recording(run_or_folder: str | Path, runs: str | Path) -> Path:
     )
 
 
-def recording_beside(episodes_file: Path) -> Path:
+def get_recording_folder(episodes_file: Path) -> Path:
     """Return the folder with the tool calls of a file of episodes: `a/b.tools` for `a/b.jsonl`."""
     return episodes_file.with_name(episodes_file.name.removesuffix(".jsonl") + ".tools")

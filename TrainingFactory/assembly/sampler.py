@@ -78,7 +78,7 @@ def load(config: TrainingConfig, notify: Notify = lambda _: None) -> LoadedModel
 
         is_frozen = config.lora.enabled or model.adapter is not None or model.quantization != "none"
         add_tools_format(loaded_model, model.tools_format, is_frozen, notify)
-    max_context = context_limit(loaded_model)
+    max_context = get_context_limit(loaded_model)
     if model.max_length is not None and max_context is not None and model.max_length > max_context:
         raise ValueError(
             f"model.max_length is {model.max_length}, but the context of {model.name} has {max_context} tokens"
@@ -111,7 +111,7 @@ def load_trainable(config: TrainingConfig, notify: Notify = lambda _: None) -> L
     return loaded_model
 
 
-def context_limit(loaded_model: LoadedModel) -> int | None:
+def get_context_limit(loaded_model: LoadedModel) -> int | None:
     config = loaded_model.model.config.get_text_config()
     return getattr(config, "max_position_embeddings", None)  # foreign object
 
@@ -149,7 +149,7 @@ def make_engine(
     """Make the native engine. With `samples_ahead` it samples from its own copy of the weights, because the model is
     trained meanwhile. With `gathered_model` it uses that object's whole model, because the learner's is sharded.
     `needs` are the inputs of the algorithm; set them if a learner shares the device, to limit the KV cache."""
-    from TrainingFactory.assembly.memory import GIB, cache_limit
+    from TrainingFactory.assembly.memory import GIB, compute_cache_limit
     from TrainingFactory.sampling import NativeEngine
 
     engine_model = (
@@ -158,7 +158,7 @@ def make_engine(
     context_length, cache_gib = max_length(config, loaded_model), config.sampling.cache_gib
     cache_bytes = None if cache_gib is None else int(cache_gib * GIB)
     if needs is not None and gathered_model is None and loaded_model.model.device.type == "cuda":
-        cache_bytes = cache_limit(config, loaded_model.model, needs, context_length)
+        cache_bytes = compute_cache_limit(config, loaded_model.model, needs, context_length)
     return NativeEngine(
         engine_model if gathered_model is None else gathered_model.model,
         source=gathered_model or (loaded_model.model if samples_ahead else None),
@@ -209,7 +209,7 @@ def make_publishing_policy(
 
 def max_length(config: TrainingConfig, loaded_model: LoadedModel) -> int:
     return config.model.max_length or min(
-        context_limit(loaded_model) or DEFAULT_MAX_LENGTH, DEFAULT_MAX_LENGTH
+        get_context_limit(loaded_model) or DEFAULT_MAX_LENGTH, DEFAULT_MAX_LENGTH
     )
 
 

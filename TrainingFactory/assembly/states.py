@@ -25,27 +25,27 @@ def _list_layer_types(shape: Any) -> list[str]:
     return [str(kind) for kind in getattr(shape, "layer_types", None) or ()]  # foreign object
 
 
-def attention_layers(shape: Any) -> int:
+def count_kv_layers(shape: Any) -> int:
     """Return the number of layers with keys and values."""
     layer_types = _list_layer_types(shape)
     return sum(kind in ATTENTION_TYPES for kind in layer_types) if layer_types else shape.num_hidden_layers
 
 
-def find_recurrent_layers(shape: Any) -> int:
+def count_recurrent_layers(shape: Any) -> int:
     """Return the number of layers with a recurrent state."""
     return sum(kind in STATE_TYPES for kind in _list_layer_types(shape))
 
 
-def row_bytes(shape: Any, itemsize: int) -> int:
+def get_row_bytes(shape: Any, itemsize: int) -> int:
     """Return the bytes of one sequence's states in all recurrent layers. A value of a convolution's state takes
     `itemsize` bytes."""
-    if not (num_layers := find_recurrent_layers(shape)):
+    if not (num_layers := count_recurrent_layers(shape)):
         return 0
-    sizes = recurrent_layer(shape, itemsize)
+    sizes = measure_recurrent_layer(shape, itemsize)
     return num_layers * (sizes.channels * sizes.kernel * itemsize + sizes.state * sizes.state_bytes)
 
 
-def recurrent_layer(shape: Any, itemsize: int) -> RecurrentSizes:
+def measure_recurrent_layer(shape: Any, itemsize: int) -> RecurrentSizes:
     """Return the sizes of a text config's recurrent layers, all of which are equal. A `shape` with an attribute
     `recurrent` holds them already."""
     if (sizes := getattr(shape, "recurrent", None)) is not None:  # foreign object

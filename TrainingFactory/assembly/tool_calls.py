@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-from TrainingFactory.assembly.environment import environment_from_file, make_environment
+from TrainingFactory.assembly.environment import load_environment_file, make_environment
 from TrainingFactory.assembly.named_files import read_config
 from TrainingFactory.assembly.run_tools import with_tools
 from TrainingFactory.assembly.tools import make_tools
@@ -28,7 +28,7 @@ async def open_tools(tools_file: str | None, tool_name: str) -> AsyncIterator[As
     config, servers = _read_source(tools_file, tool_name)
     if config.environment.command is not None:
         raise ValueError(f"{tools_file}: environment.command starts a program, which has its own tools")
-    environment: Any = make_environment(config, user_tools=True)
+    environment: Any = make_environment(config, has_user_tools=True)
     try:
         tools = make_tools(config, servers, environment)
     except ValueError as error:
@@ -63,7 +63,7 @@ def _read_source(tools_file: str | None, tool_name: str) -> tuple[TrainingConfig
     if not is_file_name(tools_file):
         return TrainingConfig(), [MCPTools.load_from_config(tools_file)]
     try:
-        environment_from_file(tools_file)
+        load_environment_file(tools_file)
     except ValueError as error:
         if "no environment" not in str(error):
             raise

@@ -26,7 +26,7 @@ from TrainingFactory.cli.factories import factories
 from TrainingFactory.cli.hello import hello
 from TrainingFactory.cli.import_ import import_
 from TrainingFactory.cli.judge import judge
-from TrainingFactory.cli.manage_runs import COMMANDS as MANAGE_RUNS
+from TrainingFactory.cli.manage_runs import MANAGE_COMMANDS
 from TrainingFactory.cli.new import config, env, example, models, notebook
 from TrainingFactory.cli.plan import plan
 from TrainingFactory.cli.proxy import proxy
@@ -35,7 +35,7 @@ from TrainingFactory.cli.registry import registry
 from TrainingFactory.cli.rollout import rollout
 from TrainingFactory.cli.runs import runs
 from TrainingFactory.cli.serve import serve
-from TrainingFactory.cli.show import INTERRUPTED, fail, note
+from TrainingFactory.cli.show import INTERRUPTED_STATUS, fail, note
 from TrainingFactory.cli.swift import swift
 from TrainingFactory.cli.tools import tools
 from TrainingFactory.cli.train import train
@@ -45,7 +45,7 @@ from TrainingFactory.common.event_loop import sigterm_as_ctrl_c
 from TrainingFactory.common.texts import escape_control
 from TrainingFactory.runs.devices import describe_device_failure
 
-FAILED = 1
+FAILED_STATUS = 1
 USER_ERROR = 2
 
 app = App(
@@ -59,7 +59,7 @@ app = App(
 new = App(name="new", help="Create a starter file: an environment, a config, an example or a notebook.")
 for starter in (env, config, example, notebook):
     new.command(starter)
-for command in MANAGE_RUNS:
+for command in MANAGE_COMMANDS:
     runs.command(command)
 app.command(evaluate, name="eval")
 app.command(compare)
@@ -89,14 +89,14 @@ def run(
         if isinstance(error, BrokenPipeError) and _stdout_is_closed():
             # The flush at interpreter exit needs an open file.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return FAILED
+            return FAILED_STATUS
         if debug:
             traceback.print_exc()
         fail(device_error or str(error))
-        return FAILED if isinstance(error, OSError) else USER_ERROR
+        return FAILED_STATUS if isinstance(error, OSError) else USER_ERROR
     except KeyboardInterrupt:
         fail("interrupted")
-        return INTERRUPTED
+        return INTERRUPTED_STATUS
 
 
 def _should_run(tokens: Sequence[str]) -> bool:

@@ -12,7 +12,7 @@ from cyclopts import App
 from TrainingFactory.cli import show
 from TrainingFactory.cli.options import Json
 
-RESOURCES = ("CPU", "GPU")
+RESOURCE_NAMES = ("CPU", "GPU")
 ID_LENGTH = 12  # printed characters of a node id, enough to distinguish nodes of one machine
 cluster = App(name="cluster", help="Inspect a Ray cluster.")
 
@@ -47,17 +47,17 @@ def status(*, address: str = "auto", as_json: Json = False) -> None:
         (
             node["name"],
             node["id"][:ID_LENGTH],
-            *(f"{node['free'].get(key, 0):g} of {node['resources'].get(key, 0):g}" for key in RESOURCES),
+            *(f"{node['free'].get(key, 0):g} of {node['resources'].get(key, 0):g}" for key in RESOURCE_NAMES),
         )
         for node in status["nodes"]
     ]
-    show.columns(["machine", "node", *(f"free {key}" for key in RESOURCES)], rows)
+    show.print_columns(["machine", "node", *(f"free {key}" for key in RESOURCE_NAMES)], rows)
     actor_rows = []
     for actor in status["actors"]:
         node_id, start_time = actor["node_id"][:ID_LENGTH], _format_local_time(actor["since"])
         actor_rows.append((actor["what"], actor["node"], node_id, str(actor["pid"]), start_time))
     if actor_rows:
-        show.columns(["actor", "machine", "node", "process", "since"], actor_rows)
+        show.print_columns(["actor", "machine", "node", "process", "since"], actor_rows)
     else:
         show.note("no TrainingFactory actors on this cluster")
 

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from TrainingFactory.cli import show
 from TrainingFactory.cli.evaluate import RECORD_COLUMNS, record_row, run_evaluation
-from TrainingFactory.cli.options import Count, Flags, Json, RunsFolder, storage_paths
+from TrainingFactory.cli.options import Count, Flags, Json, RunsFolder, get_storage_paths
 from TrainingFactory.common.texts import escape_control
 from TrainingFactory.config.loading import key_value
 from TrainingFactory.runs.episode_texts import format_ending, list_conversation_lines
@@ -63,7 +63,7 @@ def compare(
     if episodes is not None:
         overrides.append(key_value("training.group_size", episodes))
     sides, weights = comparison.sides(
-        names, overrides, env, suite, show.note, storage_paths(overrides)[0], again
+        names, overrides, env, suite, show.note, get_storage_paths(overrides)[0], again
     )
     if status := _run_evaluations(sides):
         return status
@@ -79,7 +79,7 @@ def compare(
     rows = [
         [f"{name} {record.entry or ''}", *record_row(record, _find_budget(name))] for name, record in records
     ]
-    show.columns(["model", *RECORD_COLUMNS], rows)
+    show.print_columns(["model", *RECORD_COLUMNS], rows)
     for result in results:
         _print_comparison(result, show_tasks)
     return 0
@@ -112,7 +112,7 @@ def _print_comparison(comparison: Comparison, num_shown: int) -> None:
     ]
     directions = ("better on", better), ("worse on", worse)
     rows += [(label, _format_task_ids(flips)) for label, flips in directions if flips]
-    show.table(rows)
+    show.print_table(rows)
     for flip, episodes in comparison.load_episodes([*better[:num_shown], *worse[:num_shown]]):
         _print_episodes(comparison, flip, episodes)
     for note in comparison.notes:
@@ -125,7 +125,7 @@ def _format_task_ids(flips: Sequence[Flip], max_shown: int = 20) -> str:
 
 
 def _print_episodes(comparison: Comparison, flip: Flip, episodes: Sequence[Trajectory | None]) -> None:
-    console = show.console(stderr=False)
+    console = show.make_console(stderr=False)
     console.print(Rule(Text(escape_control(f"task {flip.task_id}")), align="left"))
     grid = Table(box=None, padding=(0, 2, 0, 0), expand=True)
     for side, success in zip((comparison.first, comparison.second), flip.success_rates, strict=True):
@@ -137,8 +137,8 @@ def _print_episodes(comparison: Comparison, flip: Flip, episodes: Sequence[Traje
 def _render_episode(episode: Trajectory | None) -> Table | Text:
     if episode is None:
         return Text("(no stored episode; run with --again)", style="dim")
-    rows = show.message_grid()
+    rows = show.make_message_grid()
     for role, text in list_conversation_lines(episode):
-        rows.add_row(Text(role, style=show.ROLE_STYLES[role]), show.literal_text(text or "(no text)"))
+        rows.add_row(Text(role, style=show.ROLE_STYLES[role]), show.escape_text(text or "(no text)"))
     rows.add_row("", Text(escape_control(format_ending(episode)), style="bold"))
     return rows

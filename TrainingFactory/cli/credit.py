@@ -30,17 +30,17 @@ def print_groups(
     for group in groups:
         _print_group(credit, group)
     if len(all_groups) > len(groups):
-        show.columns(credit.columns, [group.overview for group in all_groups])
+        show.print_columns(credit.columns, [group.overview for group in all_groups])
         show.note(
             f"shown: {len(groups)} of {len(all_groups)} tasks; --show N shows more, --task ID another one"
         )
 
 
 def _print_group(credit: Credit, group: GroupCredit) -> None:
-    console, grid = show.console(stderr=False), show.message_grid()
+    console, grid = show.make_console(stderr=False), show.make_message_grid()
     console.print(Rule(Text(escape_control(f"task {group.task}")), align="left"))
     for message in group.episodes[0].trajectory.prompt:
-        grid.add_row(Text(message.role, style="dim"), show.literal_text(format_content(message), "dim"))
+        grid.add_row(Text(message.role, style="dim"), show.escape_text(format_content(message), "dim"))
     console.print(grid)
     for episode in group.episodes:
         console.print()
@@ -49,7 +49,7 @@ def _print_group(credit: Credit, group: GroupCredit) -> None:
 
 
 def _print_episode(credit: Credit, episode: EpisodeCredit) -> None:
-    console, grid, trajectory = show.console(stderr=False), show.message_grid(), episode.trajectory
+    console, grid, trajectory = show.make_console(stderr=False), show.make_message_grid(), episode.trajectory
     status = (trajectory.status, show.STATUS_STYLES.get(trajectory.status, "red"))
     reward = escape_control(format_reward(trajectory.reward))
     console.print(Text.assemble((f"member {trajectory.member}", "bold"), " | ", status, f" | {reward}"))
@@ -61,7 +61,7 @@ def _print_episode(credit: Credit, episode: EpisodeCredit) -> None:
         grid.add_row("", _colour_text(turn, credit))
         for reply in turn.turn.replies:
             grid.add_row(
-                Text(reply.role, style="dim"), show.literal_text(format_content(reply) or "(no text)", "dim")
+                Text(reply.role, style="dim"), show.escape_text(format_content(reply) or "(no text)", "dim")
             )
     console.print(grid)
 

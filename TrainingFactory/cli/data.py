@@ -67,7 +67,7 @@ def convert(
             conversion.note = f"OpenAI rejects files with fewer than {OPENAI_MIN_ROWS} rows"
     rows = [("episodes read", f"{conversion.num_read} from {path}")]
     rows += [(f"  {reason}", f"{count} skipped") for reason, count in conversion.dropped.items() if count]
-    show.table([*rows, ("rows", str(len(conversion.rows)))])
+    show.print_table([*rows, ("rows", str(len(conversion.rows)))])
     if not conversion.rows:
         show.fail(f"no episode is usable for {to}; {out} was not written. Relax the filters.")
         return 1
@@ -111,13 +111,13 @@ def show_(
                 title += f", {number} of {len(example.conversations)}"
             title += f", reward {reward.outcome:g}" if reward else ""
             title += f", steps {reward.steps}" if reward and reward.steps else ""
-            show.conversation(title, dialogue.messages, dialogue.tools)
+            show.print_conversation(title, dialogue.messages, dialogue.tools)
     summary = [
         ("rows", f"{fit.num_rows} read{' (the dataset has more)' if fit.has_more else ''}"),
         ("columns", ", ".join(fit.columns)),
         ("fits", ", ".join(fit.examples_by_form) or "no algorithm"),
     ]
-    show.table(summary + [(f"not {form}", reason) for form, reason in fit.problem_by_form.items()])
+    show.print_table(summary + [(f"not {form}", reason) for form, reason in fit.problem_by_form.items()])
 
 
 @data.command
@@ -148,7 +148,7 @@ def check(
         (f"  {reason}", f"{show.pluralize(count, 'episode')} skipped")
         for reason, count in examples.unused_counts.items()
     ]
-    show.table([*summary, ("invalid rows", str(len(examples.row_problems)))])
+    show.print_table([*summary, ("invalid rows", str(len(examples.row_problems)))])
     for note in examples.notes:
         show.note(f"note: {note}")
     return 1 if examples.row_problems else 0
@@ -252,10 +252,12 @@ def screen(*, out: Path = Path("screen"), model: str | None = None) -> int:
     return _print_files(out, write_screen(options, model, out))
 
 
-def _print_files(out: Path, prepared: PreparedRows) -> int:
+def _print_files(folder: Path, prepared: PreparedRows) -> int:
     rows = [
-        (str(out / f"{split}.jsonl"), show.pluralize(count, "row"))
+        (str(folder / f"{split}.jsonl"), show.pluralize(count, "row"))
         for split, count in prepared.counts.items()
     ]
-    show.table(rows + [(f"  {reason}", f"{count} skipped") for reason, count in prepared.dropped.items()])
+    show.print_table(
+        rows + [(f"  {reason}", f"{count} skipped") for reason, count in prepared.dropped.items()]
+    )
     return 0

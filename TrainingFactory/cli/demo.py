@@ -10,7 +10,7 @@ from TrainingFactory.cli import show
 if TYPE_CHECKING:
     from TrainingFactory.apps.demo.report import DemoReport
 
-INTRO = """\
+INTRO_TEXT = """\
 A randomly initialised Qwen3 with half a million weights learns to use tools: first SFT on generated demonstrations,
 many of them wrong on purpose, then GRPO, rewarded only for correct answers. It is evaluated on held-out tasks before
 and after GRPO. The demo runs offline on any CPU and takes a few minutes on two cores.
@@ -37,7 +37,7 @@ def demo(*, env: str = "search", seed: int = 0, out: Path = Path("runs/demo")) -
     from TrainingFactory.runs.folder import RunFolder
 
     stages = Demo(env, seed, out)
-    show.note(INTRO)
+    show.note(INTRO_TEXT)
     with Display() as display:
         for stage_name, run_stage in (("warm start", stages.warm_start), ("GRPO", stages.train)):
             display.task = stage_name
@@ -46,7 +46,7 @@ def demo(*, env: str = "search", seed: int = 0, out: Path = Path("runs/demo")) -
                 steps = show.pluralize(result.steps, "step")
                 resume = f"resume this run: {RunFolder(result.run).resume_command}; tfactory demo starts over"
                 display.say(f"interrupted after {steps} of the {stage_name}; {resume}")
-                return show.INTERRUPTED
+                return show.INTERRUPTED_STATUS
         report = stages.report()
     _print_report(report)
     return 0
@@ -57,9 +57,9 @@ def _print_report(report: DemoReport) -> None:
     from TrainingFactory.cli.display import sparkline
 
     for title, episode in report.trial._asdict().items():
-        show.episode(episode, f"held-out task {episode.task.id}, {title}: {describe_ending(episode)}")
-    show.table([("share of correct answers by step", sparkline(report.curve))])
-    show.columns(("held-out tasks", "before", "after"), report.table)
+        show.print_episode(episode, f"held-out task {episode.task.id}, {title}: {describe_ending(episode)}")
+    show.print_table([("share of correct answers by step", sparkline(report.curve))])
+    show.print_columns(("held-out tasks", "before", "after"), report.table)
     print()
     show.note(" ".join(filter(None, (report.learned, report.blind_text))))
     temperature = report.configs[1]["sampling"]["temperature"]

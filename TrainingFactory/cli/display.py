@@ -22,7 +22,7 @@ T = TypeVar("T")
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARKLINE_COLUMNS = 40
 # Metric -> format in the live panel. Plain log lines leave these metrics out.
-DETAILS = {
+DETAIL_FORMATS = {
     "reward_std": "reward std {:.3f}", "length": "length {:.0f}", "entropy": "entropy {:.3f}", "kl": "KL {:.4f}",
     "grad_norm": "grad norm {:.3g}", "learning_rate": "learning rate {:.2g}",
 }  # fmt: skip
@@ -32,11 +32,11 @@ LINE_INTERVAL = 5.0  # seconds between plain lines of one progress bar
 class Display:
     """Shows the progress of a run, a rollout, an evaluation or any counted work.
 
-    `episodes` is the expected number of episodes, each of which advances a bar; None: training steps are shown instead,
-    in a bar named `task`. `loads_model` is False for a model behind an endpoint."""
+    `num_episodes` is the expected number of episodes, each of which advances a bar; None: training steps are shown
+    instead, in a bar named `task`. `loads_model` is False for a model behind an endpoint."""
 
     def __init__(
-        self, episodes: int | None = None, console: Console | None = None, loads_model: bool = True
+        self, num_episodes: int | None = None, console: Console | None = None, loads_model: bool = True
     ) -> None:
         self.task = "steps"
         self._console = console or Console(stderr=True)
@@ -53,7 +53,7 @@ class Display:
         self._task_ids: dict[str, progress.TaskID] = {}
         self._last_line = time.monotonic()
         self._phase = ""
-        self._num_expected = episodes
+        self._num_expected = num_episodes
         self._loads_model = loads_model
         self._num_ended = 0
         self._rewards: list[float] = []
@@ -94,14 +94,14 @@ class Display:
         self._metrics |= metrics
         # A resumed run repeats the steps after its last checkpoint; replace them in the plot.
         self._curve = {past_step: value for past_step, value in self._curve.items() if past_step < step}
-        self.earlier([{"step": step} | metrics])
+        self.plot_earlier_steps([{"step": step} | metrics])
         if not self._console.is_terminal:
             seconds = self._bars.tasks[task_id].time_remaining
             time_left = f"{format_duration(seconds)} left" if seconds else ""
             step_label = "step" if self.task == "steps" else f"{self.task}: step"
             self.say(f"{step_label} {step}/{total}  {format_metrics_line(metrics)}  {time_left}".rstrip())
 
-    def earlier(self, rows: list[dict[str, Any]]) -> None:
+    def plot_earlier_steps(self, rows: list[dict[str, Any]]) -> None:
         """Add completed steps, as rows of metrics.jsonl, to the plot."""
         for row in rows:
             if (value := row.get("reward", row.get("loss"))) is not None:
@@ -141,7 +141,7 @@ class Display:
 
     def _draw(self) -> Group:
         metrics = self._metrics
-        details = [text.format(metrics[name]) for name, text in DETAILS.items() if name in metrics]
+        details = [text.format(metrics[name]) for name, text in DETAIL_FORMATS.items() if name in metrics]
         lines = [format_metrics_line(metrics), *(["  ".join(details)] if details else [])]
         if self._curve:
             lines.insert(0, sparkline(list(self._curve.values())))

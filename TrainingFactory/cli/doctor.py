@@ -51,10 +51,10 @@ def doctor(
     if as_json:
         print(json.dumps(report.as_json, indent=1, ensure_ascii=False))
     else:
-        show.table([*report.facts.items()])
+        show.print_table([*report.facts.items()])
         rows = [(row.severity, row.name, f"{row.sentence}. {row.remedy}") for row in report.by_severity]
         if rows:
-            show.columns(["", "finding", "description and remedy"], rows)
+            show.print_columns(["", "finding", "description and remedy"], rows)
         else:
             print("No problems found.")
     return PROBLEMS_FOUND if report.failed else 0

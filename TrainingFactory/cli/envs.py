@@ -8,7 +8,7 @@ from typing import Annotated
 from cyclopts import App, Parameter, validators
 
 from TrainingFactory.cli.options import Json, Overrides
-from TrainingFactory.cli.show import columns, note, table
+from TrainingFactory.cli.show import note, print_columns, print_table
 
 CHECK_FAILED = 1  # exit status
 AtLeastOne = Annotated[int, Parameter(validator=validators.Number(gte=1))]
@@ -37,7 +37,9 @@ def list_() -> None:
         is_installed = (find_environments_folder() / name / LOCK_FILE).is_file()
         notes[f"{name}:"] = "installed" if is_installed else f"install with: tfactory envs add {name}"
     names = catalog.names("environment")
-    table([(name, f"alias of {alias}" if alias else notes.get(name, "")) for name, alias in names.items()])
+    print_table(
+        [(name, f"alias of {alias}" if alias else notes.get(name, "")) for name, alias in names.items()]
+    )
 
 
 @envs.command
@@ -83,9 +85,9 @@ def check(
             Default: the environment's expert, else the answers of the tasks.
     """
     from TrainingFactory.assembly.named_files import read_config
-    from TrainingFactory.cli.rollout import config_source
+    from TrainingFactory.cli.rollout import split_config_source
 
-    path, options = config_source(source, overrides)
+    path, options = split_config_source(source, overrides)
     config = read_config(path, options)
     # Imported here because it is slow: --help and config errors should appear at once.
     from TrainingFactory.apps.env_check.check import check_environment
@@ -94,5 +96,5 @@ def check(
     if as_json:
         print(json.dumps(report.as_json, indent=1, ensure_ascii=False))
     else:
-        columns(["", "check", "result"], [(row.status, row.name, row.detail) for row in report.checks])
+        print_columns(["", "check", "result"], [(row.status, row.name, row.detail) for row in report.checks])
     return CHECK_FAILED if report.failed else 0

@@ -11,8 +11,8 @@ from cyclopts import Parameter
 from TrainingFactory.apps.views import run_tables
 from TrainingFactory.cli import show
 from TrainingFactory.cli.display import Display
-from TrainingFactory.cli.options import Count, Flags, Json, Overrides, storage_paths
-from TrainingFactory.cli.rollout import frequent_error, summary_rows
+from TrainingFactory.cli.options import Count, Flags, Json, Overrides, get_storage_paths
+from TrainingFactory.cli.rollout import find_main_error, make_summary_rows
 from TrainingFactory.config.loading import key_value
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from TrainingFactory.evaluation.requests import RecordedEvaluation
     from TrainingFactory.evaluation.rollouts import RolloutReport
 
-UNSCORED = 1  # exit status
+UNSCORED_STATUS = 1  # exit status
 
 
 def evaluate(
@@ -68,7 +68,7 @@ def evaluate(
         if env is not None or out is not None or replay is not None:
             raise ValueError("--env, --out and --replay cannot be combined with --suite. Remove them.")
         return _evaluate_suite(model, suite, options, as_json)
-    request = ask(model, options, env, show.note, *storage_paths(options))
+    request = ask(model, options, env, show.note, *get_storage_paths(options))
     evaluation = RecordedEvaluation(request, out, replay, show.note)
     with Display(evaluation.num_episodes, loads_model=evaluation.loads_model) as display:
         result = evaluation.run(display.episode)
@@ -82,7 +82,7 @@ def _evaluate_suite(model: str, suite_name: str, overrides: list[str], as_json: 
 
     check_overrides(overrides)
     suite, folder = load_suite(suite_name)
-    request = make_model_request(model, overrides, *storage_paths(overrides))
+    request = make_model_request(model, overrides, *get_storage_paths(overrides))
     records = []
     for evaluation in make_suite_evaluations(suite, request, folder, show.note):
         if status := run_evaluation(evaluation, str(evaluation.request.entry)):
@@ -98,7 +98,7 @@ def _evaluate_suite(model: str, suite_name: str, overrides: list[str], as_json: 
         [str(record.entry), f"{entry.weight:g}", *record_row(record)]
         for record, entry in zip(records, suite.entries, strict=True)
     ]
-    show.columns(["entry", "weight", *RECORD_COLUMNS], [*rows, ["total", "", "", str(score)]])
+    show.print_columns(["entry", "weight", *RECORD_COLUMNS], [*rows, ["total", "", "", str(score)]])
     show.note(f"recorded in {request.records_file}")
     return 0
 
@@ -112,7 +112,7 @@ def run_evaluation(evaluation: RecordedEvaluation, name: str) -> int:
         return 0
     reason = "was interrupted" if result.interrupted else "has no scored episode"
     show.fail(f"{name} {reason}; the remaining evaluations were not run")
-    return show.INTERRUPTED if result.interrupted else UNSCORED
+    return show.INTERRUPTED_STATUS if result.interrupted else UNSCORED_STATUS
 
 
 RECORD_COLUMNS = (
@@ -128,19 +128,11 @@ def record_row(record: EvaluationRecord, prices: Budget | None = None) -> list[s
     pass_all = f"{metrics[pass_key]:.3f} of {conditions.episodes}" if pass_key in metrics else ""
     tool_success = f"{metrics['tool_success']:.3f}" if "tool_success" in metrics else ""
     turns, tokens = f"{metrics['turns']:.1f}", f"{metrics['sampled_tokens']:.0f}"
-    return [
-        str(conditions.count),
-        success,
-        pass_all,
-        turns,
-        tool_success,
-        tokens,
-        cost_text(metrics, prices),
-        record.id,
-    ]
+    cost = format_cost(metrics, prices)
+    return [str(conditions.count), success, pass_all, turns, tool_success, tokens, cost, record.id]
 
 
-def cost_text(metrics: dict[str, float], prices: Budget | None = None) -> str:
+def format_cost(metrics: dict[str, float], prices: Budget | None = None) -> str:
     """Return the cost of the episodes as money or, without prices, as billed tokens; for a local model as time."""
     if "endpoint/input_tokens" not in metrics:
         return f"{metrics['seconds']:.0f} s here" if "seconds" in metrics else ""
@@ -162,26 +154,21 @@ def _print_result(evaluation: RecordedEvaluation, result: RolloutReport, as_json
         print(json.dumps(result_values if record is None else result_values | {"record": record.id}))
     else:
         judge_cost = run_tables.format_usage([metrics])
-        rows = [
-            *success_rows(metrics),
-            *summary_rows(metrics, episodes),
-            ("scored by", scored_by),
-            *judge_cost,
-        ]
-        show.table(rows)
+        rows = [*make_success_rows(metrics), *make_summary_rows(metrics, episodes), ("scored by", scored_by)]
+        show.print_table([*rows, *judge_cost])
     if episodes:
         show.note(f"saved {show.pluralize(len(episodes), 'episode')} to {evaluation.path}")
     if record is not None:
         show.note(f"recorded as {record.id} in {evaluation.request.records_file}")
     if result.interrupted:
-        return show.INTERRUPTED
+        return show.INTERRUPTED_STATUS
     if "success" not in metrics:
-        show.fail(f"no episode could be scored. Most frequent reason: {frequent_error(episodes)}")
-        return UNSCORED
+        show.fail(f"no episode could be scored. Most frequent reason: {find_main_error(episodes)}")
+        return UNSCORED_STATUS
     return 0
 
 
-def success_rows(metrics: dict[str, float]) -> list[tuple[str, str]]:
+def make_success_rows(metrics: dict[str, float]) -> list[tuple[str, str]]:
     """Return table rows for success with its 95 % interval, pass@k and pass^k."""
     if "success" not in metrics:
         return []

@@ -35,7 +35,7 @@ def list_ids(*, as_json: Json = False) -> None:
         print(json.dumps({"ids": targets, "installed": installed}, indent=2, ensure_ascii=False))
         return
     if rows := [(kind, name, target) for kind, ids in targets.items() for name, target in ids.items()]:
-        show.columns(("kind", "id", "target"), rows)
+        show.print_columns(("kind", "id", "target"), rows)
     else:
         show.note(f"no ids in {project.IDS_FILE} of this folder; add one with: tfactory factories add")
     for package, is_installed in installed.items():

@@ -68,9 +68,9 @@ def swift(
     _write_config(source, translation.text(), len(translation.notes), output)
 
 
-def _check_output(output: Path | None, force: bool) -> None:
-    if output is not None and output.exists() and not force:
-        raise ValueError(f"{output} exists already. Choose another file, or overwrite it with --force.")
+def _check_output(output_file: Path | None, force: bool) -> None:
+    if output_file is not None and output_file.exists() and not force:
+        raise ValueError(f"{output_file} exists already. Choose another file, or overwrite it with --force.")
 
 
 def _parse_variables(variables: Sequence[str]) -> dict[str, str]:
@@ -79,7 +79,7 @@ def _parse_variables(variables: Sequence[str]) -> dict[str, str]:
     return dict(variable.split("=", 1) for variable in variables)
 
 
-def _write_config(source_file: Path, config_text: str, num_notes: int, output: Path | None) -> None:
+def _write_config(source_file: Path, config_text: str, num_notes: int, output_file: Path | None) -> None:
     """Check a translated config, and print it or write it to a file."""
     import yaml
 
@@ -91,8 +91,8 @@ def _write_config(source_file: Path, config_text: str, num_notes: int, output: P
         TrainingConfig(**yaml.load(config_text, ConfigLoader))
     except ValueError as error:  # a value of the source is not valid in a config
         raise ValueError(f"{source_file}: {error}") from None
-    if output is None:
+    if output_file is None:
         print(config_text, end="")
         return
-    write_atomically(output, config_text)
-    note(f"wrote {output}; {num_notes} comments at its end list what was not translated")
+    write_atomically(output_file, config_text)
+    note(f"wrote {output_file}; {num_notes} comments at its end list what was not translated")

@@ -68,8 +68,8 @@ async def audit_judge(
     if as_json:
         print(json.dumps(result.as_json(), indent=2))
     else:
-        show.columns(("metric", "value", "meaning"), result.rows)
-        show.table([("verdict", verdict_of(result))])
+        show.print_columns(("metric", "value", "meaning"), result.rows)
+        show.print_table([("verdict", verdict_of(result))])
     if not (result.judged or result.pairs):  # no verdict can be compared with a gold label
         earlier_note = f"; {out} is from an earlier audit" if out.exists() else ""
         show.note(f"no report written, because the judge gave no verdict{earlier_note}")

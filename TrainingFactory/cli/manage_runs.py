@@ -118,4 +118,4 @@ def note(name: RunName, text: str | None = None, *, runs: RunsFolder = "runs") -
         print(current_note)
 
 
-COMMANDS = (delete, archive, rename, tag, note)
+MANAGE_COMMANDS = (delete, archive, rename, tag, note)

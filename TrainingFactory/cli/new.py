@@ -5,7 +5,7 @@ from __future__ import annotations
 import keyword
 from pathlib import Path
 
-from TrainingFactory.cli.show import columns, note, table
+from TrainingFactory.cli.show import note, print_columns, print_table
 
 
 def env(name: str) -> None:
@@ -80,17 +80,17 @@ def notebook(name: str | None = None) -> None:
     _copy_or_list("notebook", name)
 
 
-def _copy_or_list(starter_kind: str, starter_name: str | None, out: Path | None = None) -> None:
+def _copy_or_list(starter_kind: str, starter_name: str | None, out_path: Path | None = None) -> None:
     from TrainingFactory.common.starters import copy_starter, find_starter, list_starters
 
     if starter_name is None:
-        table([(starter.name, starter.summary) for starter in list_starters(starter_kind)])
+        print_table([(starter.name, starter.summary) for starter in list_starters(starter_kind)])
         return
     starter = find_starter(starter_kind, starter_name)
-    paths = copy_starter(starter, out)
+    paths = copy_starter(starter, out_path)
     for path in paths:
         note(f"wrote {path}")
-    command = starter.command if out is None else f"tfactory train {out}"
+    command = starter.command if out_path is None else f"tfactory train {out_path}"
     note(f"edit it, then run: {command}" if starter.is_template else f"try it: {command}")
 
 
@@ -114,7 +114,7 @@ def models(family: str | None = None, /, *, compat: bool = False) -> None:
     if compat or family is not None:
         _show_compatibility(family)
         return
-    table(
+    print_table(
         [(TINY_ID, "built in, untrained")] + [(name, resolve_model_name(name)) for name in SUPPORTED_MODELS]
     )
 
@@ -126,7 +126,7 @@ def _show_compatibility(family_name: str | None) -> None:
     if family_name is None:
         families = read_compatibility().families
         rows = [(family.key, *(family.cells[key].status for key in COLUMN_HEADINGS)) for family in families]
-        columns(["Family", *COLUMN_HEADINGS.values()], rows)
+        print_columns(["Family", *COLUMN_HEADINGS.values()], rows)
         note(f"Reasons and costs: tfactory models --compat FAMILY, or {find_docs('COMPATIBILITY.md')}")
         return
     for index, family in enumerate(find_families(family_name)):
@@ -136,4 +136,4 @@ def _show_compatibility(family_name: str | None) -> None:
         for key, heading in COLUMN_HEADINGS.items():
             cell = family.cells[key]
             rows.append((heading, f"{cell.status}: {cell.note}" if cell.note else cell.status))
-        table(rows)
+        print_table(rows)

@@ -58,7 +58,7 @@ class Flags:
         return [key_value(key, value) for key, value in settings.items() if value is not None]
 
 
-def storage_paths(overrides: Sequence[str]) -> tuple[str, str | None]:
+def get_storage_paths(overrides: Sequence[str]) -> tuple[str, str | None]:
     """Return the runs folder and the registry file (None: the default) for resolving model names.
 
     Both come from the `overrides` of the command, or from the config's defaults."""

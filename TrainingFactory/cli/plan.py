@@ -44,10 +44,10 @@ def plan(
     if as_json:
         print(json.dumps(forecast, indent=1, ensure_ascii=False))
         return
-    show.table(_make_summary_rows(forecast))
+    show.print_table(_make_summary_rows(forecast))
     print()
     rows = [(name, *map(str, figure.values())) for name, figure in forecast["figures"].items()]
-    show.columns(["input", "value", "", "source"], rows)
+    show.print_columns(["input", "value", "", "source"], rows)
     num_assumed = sum("assumed" in source for *_, source in rows)
     show.note(f"{num_assumed} of {len(rows)} inputs are assumed. Provide your own with --rate or --from-run.")
 

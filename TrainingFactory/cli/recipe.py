@@ -67,7 +67,7 @@ def recipe(
     return 0
 
 
-def _print_results(results: dict[str, Any], models: list[str], out: Path) -> None:
+def _print_results(results: dict[str, Any], models: list[str], folder: Path) -> None:
     def format_success(result: dict[str, float]) -> str:
         return f"{result['success']:.3f} ({result['success_low']:.3f} to {result['success_high']:.3f})"
 
@@ -76,9 +76,9 @@ def _print_results(results: dict[str, Any], models: list[str], out: Path) -> Non
          f"{result['difference']:+.3f} ({result['difference_low']:+.3f} to {result['difference_high']:+.3f})")
         for split, by_sampling in results["evaluations"].items() for sampling, result in by_sampling.items()
     ]  # fmt: skip
-    show.columns(["split", "", "tasks", *(f"{model} (95 %)" for model in models), "difference"], rows)
+    show.print_columns(["split", "", "tasks", *(f"{model} (95 %)" for model in models), "difference"], rows)
     for split, by_sampling in results.get("blind", {}).items():
         for sampling, result in by_sampling.items():
             show.note(f"grpo with empty pictures, {split}, {sampling}: {format_success(result)}")
     stage_times = ", ".join(f"{stage} {seconds:.0f} s" for stage, seconds in results["seconds"].items())
-    show.note(f"{stage_times}; all results: {out / 'results.json'}")
+    show.note(f"{stage_times}; all results: {folder / 'results.json'}")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from TrainingFactory.registry.rows import Version
 
 registry = App(name="registry", help="Register, show, promote, verify and export model versions.")
-DAMAGED = REFUSED = 1  # exit status
+DAMAGED_STATUS = REFUSED_STATUS = 1  # exit status
 VersionName = Annotated[
     str, Parameter(name="version", help="agent:3, agent@champion, or agent for the newest.")
 ]
@@ -57,7 +57,7 @@ def list_(*, as_json: Json = False, file: RegistryFile = None, where: RunsFolder
         for version in versions:
             row = (str(version), ", ".join(version.aliases), _format_source(version), version.created)
             rows.append((*row, version.digest[:12], version.description))
-        show.columns(["version", "aliases", "source", "registered", "digest", "description"], rows)
+        show.print_columns(["version", "aliases", "source", "registered", "digest", "description"], rows)
     else:
         show.note(f"no registered models in {model_registry.path}")
 
@@ -101,7 +101,7 @@ def show_(
     for decision in decisions:
         if version == entry.model or entry.number in (decision["number"], decision["was"]):
             rows.append((decision["kind"], _describe_decision(decision)))
-    show.table([row for row in rows if row[1]])
+    show.print_table([row for row in rows if row[1]])
     if lineage:
         print("\n".join(["", *render_tree(entry.lineage, str(entry))]))
 
@@ -193,7 +193,7 @@ def promote(
     for line in promotion.criteria:
         show.note(f"  {line}")
     decision = promotion.run(_run_evaluation)
-    status = 0 if decision.promoted else REFUSED
+    status = 0 if decision.promoted else REFUSED_STATUS
     comparison = decision.comparison
     if html is not None:
         from TrainingFactory.apps.reports.comparison_page import make_comparison_page
@@ -205,7 +205,7 @@ def promote(
         print(json.dumps({"promoted": decision.promoted} | decision_row))
         return status
     rows = [("yes" if check.holds else "no", check.name, check.found) for check in decision.checks]
-    show.columns(["passed", "check", "result"], rows)
+    show.print_columns(["passed", "check", "result"], rows)
     if comparison is not None:
         change = comparison.difference
         flip_counts = f"{len(comparison.wins)} better, {len(comparison.losses)} worse"
@@ -311,13 +311,13 @@ def verify(
     num_versions = 1 if version is not None else len(model_registry.versions())
     if as_json:
         print(json.dumps({"versions": num_versions, "damaged": problems_by_version}))
-        return DAMAGED if problems_by_version else 0
+        return DAMAGED_STATUS if problems_by_version else 0
     if not problems_by_version:
         print(f"{show.pluralize(num_versions, 'version')}: all checksums match")
     for version_name, problems in problems_by_version.items():
         for problem in problems:
             show.fail(f"{version_name}: {problem}")
-    return DAMAGED if problems_by_version else 0
+    return DAMAGED_STATUS if problems_by_version else 0
 
 
 def _parse_tags(tags: Sequence[str]) -> dict[str, str]:

@@ -39,7 +39,7 @@ def rollout(
     """
     from TrainingFactory.assembly.named_files import read_config
 
-    config_path, options = config_source(source, [*overrides, *(flags or Flags()).overrides()])
+    config_path, options = split_config_source(source, [*overrides, *(flags or Flags()).overrides()])
     config = read_config(config_path, options)
     # Imported here because it is slow: --help and config errors should appear at once.
     from TrainingFactory.evaluation.rollouts import Rollouts
@@ -54,16 +54,16 @@ def rollout(
     num_episodes = len(report.trajectories)
     for number, trajectory in enumerate(report.trajectories[:show_episodes], start=1):
         title = f"episode {number} of {num_episodes}: task {trajectory.task.id}, member {trajectory.member}"
-        show.episode(trajectory, title)
+        show.print_episode(trajectory, title)
     if report.interrupted:
         show.note(f"interrupted: {num_episodes} of {rollouts.num_episodes} episodes finished")
     if num_episodes:
-        show.table(summary_rows(report.metrics, report.trajectories))
+        show.print_table(make_summary_rows(report.metrics, report.trajectories))
         show.note(f"saved {show.pluralize(num_episodes, 'episode')} to {rollouts.path}")
-    return show.INTERRUPTED if report.interrupted else 0
+    return show.INTERRUPTED_STATUS if report.interrupted else 0
 
 
-def config_source(env_or_config: str | None, overrides: Sequence[str]) -> tuple[str | None, list[str]]:
+def split_config_source(env_or_config: str | None, overrides: Sequence[str]) -> tuple[str | None, list[str]]:
     """Return the config file and the overrides for a source: an environment, a config file or an override."""
     if env_or_config is None or env_or_config.endswith((".yaml", ".yml")):
         return env_or_config, list(overrides)
@@ -72,13 +72,13 @@ def config_source(env_or_config: str | None, overrides: Sequence[str]) -> tuple[
     return None, [option, *overrides]
 
 
-def frequent_error(trajectories: Sequence[Trajectory]) -> str:
+def find_main_error(trajectories: Sequence[Trajectory]) -> str:
     """Return the most frequent reason why episodes have no reward."""
     reasons = Counter(trajectory.error for trajectory in trajectories if trajectory.reward is None)
     return str(reasons.most_common(1)[0][0])
 
 
-def summary_rows(metrics: dict[str, float], trajectories: Sequence[Trajectory]) -> list[tuple[str, str]]:
+def make_summary_rows(metrics: dict[str, float], trajectories: Sequence[Trajectory]) -> list[tuple[str, str]]:
     """Return table rows that summarise the episodes."""
     rewards = [trajectory.reward.outcome for trajectory in trajectories if trajectory.reward]
     statuses = Counter(trajectory.status for trajectory in trajectories).most_common()
@@ -91,8 +91,8 @@ def summary_rows(metrics: dict[str, float], trajectories: Sequence[Trajectory]) 
         if name.startswith("reward/") or (name.startswith("proxy/") and value):
             rows.append((name, f"{value:.3f}" if value % 1 else f"{value:g}"))
     if num_unscored := int(metrics["episodes/unscored"]):
-        rows.append(("unscored", f"{num_unscored}, most frequent reason: {frequent_error(trajectories)}"))
-    rows += show.tool_rows(metrics)
+        rows.append(("unscored", f"{num_unscored}, most frequent reason: {find_main_error(trajectories)}"))
+    rows += show.make_tool_rows(metrics)
     if "turns" in metrics:
         rows.append(("turns", f"{metrics['turns']:.1f} per episode"))
     tokens, speed = int(metrics["sampled_tokens"]), metrics["tokens_per_second"]

@@ -39,14 +39,16 @@ def list_(*, archived: bool = False, as_json: Json = False, runs_folder: RunsFol
         return
     shown_runs = [row for row in rows if archived or not row.archived]
     if shown_runs:
-        show.columns(("run", "state", "steps", "last", "description"), [_cells(row) for row in shown_runs])
+        show.print_columns(
+            ("run", "state", "steps", "last", "description"), [_make_cells(row) for row in shown_runs]
+        )
     else:
         show.note(f"no runs in {runs_folder}")
     if num_archived := len(rows) - len(shown_runs):
         show.note(f"{show.pluralize(num_archived, 'archived run')} hidden; show with --archived")
 
 
-def _cells(row: RunRow) -> tuple[str, ...]:
+def _make_cells(row: RunRow) -> tuple[str, ...]:
     if row.state == "unreadable":
         return row.name, row.state, "", "", row.problem or ""
     values = {"eval/success": row.heldout and row.heldout.value, "reward": row.reward, "loss": row.loss}
@@ -76,7 +78,7 @@ def show_(name: RunName, *, as_json: Json = False, runs_folder: RunsFolder = "ru
     rows += [(name, value) for name, value in _make_annotation_rows(run) if value]
     if count := len(read_records(run.path / EVALUATIONS, show.note)):
         rows.append(("evaluations", f"{count} in {run.path / EVALUATIONS}"))
-    show.table(rows)
+    show.print_table(rows)
     metrics, metric_rows = run.metrics(), []
     for label, key, number_format in run_tables.label_metrics(metrics):
         values = [row[key] for row in metrics if key in row]
@@ -84,9 +86,9 @@ def show_(name: RunName, *, as_json: Json = False, runs_folder: RunsFolder = "ru
             number_format.format(value) for value in (values[0], values[-1], min(values), max(values))
         ]
         metric_rows.append((label, *statistics, sparkline(values)))
-    show.columns(["metric", "first", "last", "min", "max", "curve"], metric_rows)
+    show.print_columns(["metric", "first", "last", "min", "max", "curve"], metric_rows)
     _print_plot(metrics)
-    show.table(list(run_tables.format_usage(metrics)))
+    show.print_table(list(run_tables.format_usage(metrics)))
     for finding in views.findings(run):
         show.note(f"{finding.severity}, {finding.when}: {finding.name}: {finding.sentence}. {finding.remedy}")
     if run.state in ("interrupted", "failed", "killed"):
@@ -114,7 +116,7 @@ def _print_plot(metrics: run_tables.MetricRows) -> None:
         number_format.format(min(values)),
     ]
     title = f"{name}, steps {rows[0]['step']} to {rows[-1]['step']}"
-    show.columns(["", title], list(zip(axis_labels, lines, strict=True)))
+    show.print_columns(["", title], list(zip(axis_labels, lines, strict=True)))
 
 
 @runs.command
@@ -163,7 +165,7 @@ def compare(*names: RunName, as_json: Json = False, runs_folder: RunsFolder = "r
     rows.append(("steps", *(str(run.status.step) for run in folders)))
     for key, number_format in formats.items():
         rows.append((key, *(number_format.format(values[key]) if key in values else "" for values in latest)))
-    show.columns(["", *(run.name for run in folders)], rows)
+    show.print_columns(["", *(run.name for run in folders)], rows)
 
 
 @runs.command
@@ -256,5 +258,5 @@ def resume(name: RunName, *, runs_folder: RunsFolder = "runs") -> int:
         show.note(f"run {name} is already finished; nothing to resume")
         return 0
     display = Display()
-    display.earlier(run.metrics())
+    display.plot_earlier_steps(run.metrics())
     return train_with_display(resume_run(name, runs_folder, display), display)

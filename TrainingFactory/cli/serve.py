@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter, validators
 
 from TrainingFactory.cli import show
-from TrainingFactory.cli.options import storage_paths
+from TrainingFactory.cli.options import get_storage_paths
 from TrainingFactory.protocols import Sampler
 
 
@@ -58,7 +58,7 @@ def serve(
         raise ValueError(
             "name a model or a run: tfactory serve runs/NAME. For a reward: tfactory serve --reward CONFIG"
         )
-    paths = storage_paths(overrides)
+    paths = get_storage_paths(overrides)
     resolved_model = find_model(model, *paths)
     config = make_serving_config(resolved_model, overrides)
     api_key = listen.read_api_key(api_key_env)

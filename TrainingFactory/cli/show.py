@@ -20,14 +20,14 @@ from TrainingFactory.types import Message, ToolSpec, Trajectory
 
 MAX_CHARS = 1500  # printed characters of one text; saved files are not truncated
 PLAIN_WIDTH = 120  # columns when the output is not a terminal
-INTERRUPTED = 130  # exit status
+INTERRUPTED_STATUS = 130  # exit status
 STATUS_STYLES = {"done": "green", "max_turns": "yellow", "truncated": "yellow"}
 ROLE_STYLES = {
     "system": "dim", "user": "cyan", "assistant": "bold", "tool": "magenta", "calls": "bold yellow"
 }  # fmt: skip
 
 
-def console(stderr: bool) -> Console:
+def make_console(stderr: bool) -> Console:
     """Return a console that uses colours only on a terminal, and none if NO_COLOR is set."""
     stream = sys.stderr if stderr else sys.stdout
     return Console(stderr=stderr, highlight=False, width=None if stream.isatty() else PLAIN_WIDTH)
@@ -35,11 +35,13 @@ def console(stderr: bool) -> Console:
 
 def note(text: str, screen: Console | None = None) -> None:
     """Print a progress message, hint or warning to stderr, apart from the results on stdout."""
-    (screen or console(stderr=True)).print(Text(escape_control(text)), soft_wrap=True)
+    (screen or make_console(stderr=True)).print(Text(escape_control(text)), soft_wrap=True)
 
 
 def fail(text: str) -> None:
-    console(stderr=True).print(Text.assemble(("error: ", "bold red"), escape_control(text)), soft_wrap=True)
+    make_console(stderr=True).print(
+        Text.assemble(("error: ", "bold red"), escape_control(text)), soft_wrap=True
+    )
 
 
 def write_page(path: Path, page: str) -> None:
@@ -49,24 +51,24 @@ def write_page(path: Path, page: str) -> None:
     note(f"wrote {path}")
 
 
-def table(rows: list[tuple[str, str]]) -> None:
+def print_table(rows: list[tuple[str, str]]) -> None:
     grid = Table.grid(padding=(0, 2))
     for name, value in rows:
         grid.add_row(Text(name, style="bold"), Text(escape_control(value)))
-    console(stderr=False).print(grid)
+    make_console(stderr=False).print(grid)
 
 
-def tool_rows(metrics: dict[str, float]) -> list[tuple[str, str]]:
+def make_tool_rows(metrics: dict[str, float]) -> list[tuple[str, str]]:
     """Return table rows for the model's tool calls, then one for each tool that the model or the reward called."""
     num_calls = int(metrics["tool_calls"])
     success_note = f", {metrics['tool_success']:.0%} succeeded" if num_calls else ""
     rows = [("tool calls", f"{num_calls}{success_note}")]
     for name in re.findall(r"^tools/(.+)/calls$", "\n".join(metrics), re.MULTILINE):
-        rows.append((f"  {name}", tool_text(metrics, f"tools/{name}")))
+        rows.append((f"  {name}", format_tool_stats(metrics, f"tools/{name}")))
     return rows
 
 
-def tool_text(metrics: dict[str, float], prefix: str = "tools") -> str:
+def format_tool_stats(metrics: dict[str, float], prefix: str = "tools") -> str:
     text = f"{int(metrics[f'{prefix}/calls'])}, {metrics[f'{prefix}/success']:.0%} succeeded"
     if (median := metrics.get(f"{prefix}/p50")) is not None:
         text += f", {1000 * median:.3g} ms at the median"
@@ -76,17 +78,17 @@ def tool_text(metrics: dict[str, float], prefix: str = "tools") -> str:
     return text
 
 
-def columns(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def print_columns(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table with a header row."""
     grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for name in names:
         grid.add_column(Text(escape_control(name)), overflow="fold")
     for row in rows:
         grid.add_row(*(Text(escape_control(cell)) for cell in row))
-    console(stderr=False).print(grid)
+    make_console(stderr=False).print(grid)
 
 
-def message_grid() -> Table:
+def make_message_grid() -> Table:
     """Return an empty borderless table with the columns role and text."""
     rows = Table.grid(padding=(0, 1))
     rows.add_column(width=9)
@@ -94,7 +96,7 @@ def message_grid() -> Table:
     return rows
 
 
-def episode(trajectory: Trajectory, title: str) -> None:
+def print_episode(trajectory: Trajectory, title: str) -> None:
     """Print one episode as a conversation, followed by its status, reward and length."""
     rows = _make_prompt_rows(trajectory.prompt, trajectory.tools)
     row_index = 0
@@ -117,13 +119,13 @@ def episode(trajectory: Trajectory, title: str) -> None:
     _print_rows(title, rows, _format_ending(trajectory))
 
 
-def conversation(title: str, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> None:
+def print_conversation(title: str, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> None:
     """Print a conversation from a dataset."""
     _print_rows(title, _make_prompt_rows(messages, tools))
 
 
 def _make_prompt_rows(prompt: Sequence[Message], tools: Sequence[ToolSpec]) -> Table:
-    rows = message_grid()
+    rows = make_message_grid()
     for message in prompt:
         _add_message(rows, message)
     if tools:
@@ -136,21 +138,21 @@ def _make_prompt_rows(prompt: Sequence[Message], tools: Sequence[ToolSpec]) -> T
 
 def _add_message(rows: Table, message: Message, is_failed: bool = False) -> None:
     if message.reasoning:
-        rows.add_row(Text("thinking", style="dim italic"), literal_text(message.reasoning, "dim"))
+        rows.add_row(Text("thinking", style="dim italic"), escape_text(message.reasoning, "dim"))
     parse_errors = {call.error for call in message.tool_calls}
     for role, text in list_message_lines(message):
         style = "red" if is_failed or text in parse_errors else ""
-        rows.add_row(Text(role, style=ROLE_STYLES[role]), literal_text(text or "(no text)", style))
+        rows.add_row(Text(role, style=ROLE_STYLES[role]), escape_text(text or "(no text)", style))
 
 
 def _print_rows(title: str, rows: Table, *footers: Text) -> None:
-    screen = console(stderr=False)
+    screen = make_console(stderr=False)
     screen.print(Rule(Text(escape_control(title)), align="left"))
     for block in (rows, *footers, ""):
         screen.print(block)
 
 
-def literal_text(text: str, style: str = "") -> Text:
+def escape_text(text: str, style: str = "") -> Text:
     """Return an untrusted text, escaped and truncated to MAX_CHARS."""
     suffix = f" [... {len(text) - MAX_CHARS} more characters]" if len(text) > MAX_CHARS else ""
     return Text(escape_control(text[:MAX_CHARS] + suffix), style=style)

@@ -12,14 +12,14 @@ from cyclopts import Parameter, validators
 from TrainingFactory.cli import show
 from TrainingFactory.cli.display import Display
 from TrainingFactory.cli.options import Count, Flags, Json, Overrides
-from TrainingFactory.cli.rollout import config_source
+from TrainingFactory.cli.rollout import split_config_source
 from TrainingFactory.config.loading import key_value
 
 if TYPE_CHECKING:
     from TrainingFactory.apps.teach.teaching import Selection, Teaching
 
 NotNegative = Annotated[float, Parameter(validator=validators.Number(gte=0))]
-STOPPED = 1  # exit status: the budget is spent, or the endpoint failed
+STOPPED_STATUS = 1  # exit status: the budget is spent, or the endpoint failed
 
 
 @Parameter(name="*")
@@ -38,7 +38,7 @@ class Spending:
     max_requests: Count | None = None
     """Stop after this many requests to the teacher."""
 
-    def endpoint_options(self) -> dict[str, Any]:
+    def make_endpoint_options(self) -> dict[str, Any]:
         options = asdict(self)
         return options | {"max_tokens": options.pop("max_total_tokens")}
 
@@ -81,10 +81,10 @@ def teach(
     flags = flags or Flags()
     if flags.model is not None or flags.group_size is not None:
         raise ValueError("--model and --group-size are not for teachers. Use --teacher and --episodes.")
-    settings = find_endpoint(teacher, **(spending or Spending()).endpoint_options())
+    settings = find_endpoint(teacher, **(spending or Spending()).make_endpoint_options())
     settings.check_key()
     options = [*overrides, *flags.overrides(), *_judge_options(judge, out), key_value("model.name", teacher)]
-    config = read_config(*config_source(env, options))
+    config = read_config(*split_config_source(env, options))
     teaching = Teaching(config, settings, out, episodes, show.note)
     if teaching.num_finished:
         episodes_text = show.pluralize(teaching.num_finished, "finished episode")
@@ -92,12 +92,12 @@ def teach(
     return _run_teaching(teaching, Selection(to, min_reward, best), as_json)
 
 
-def _judge_options(judge: str | None, out: Path) -> list[str]:
+def _judge_options(judge_name: str | None, folder: Path) -> list[str]:
     """Return the overrides that let a model score the episodes; its replies are recorded too."""
-    if judge is None:
+    if judge_name is None:
         return []
-    overrides = {"reward.type": "model_judge", "reward.model": judge}
-    overrides |= {"reward.options": {"cache": str(out / "judged.sqlite")}}
+    overrides = {"reward.type": "model_judge", "reward.model": judge_name}
+    overrides |= {"reward.options": {"cache": str(folder / "judged.sqlite")}}
     return [key_value(key, value) for key, value in overrides.items()]
 
 
@@ -122,7 +122,7 @@ def _run_teaching(teaching: Teaching, selection: Selection, as_json: bool) -> in
             for name, value in total_usage.items()
         ]
         rows += [(f"  {reason}", f"{count} skipped") for reason, count in result.dropped.items() if count]
-        show.table(rows)
+        show.print_table(rows)
     if result.rows:
         path = teaching.folder / "rows.jsonl"
         show.note(
@@ -130,15 +130,15 @@ def _run_teaching(teaching: Teaching, selection: Selection, as_json: bool) -> in
         )
     if interrupted:
         show.note("interrupted: run the same command again to continue")
-        return show.INTERRUPTED
+        return show.INTERRUPTED_STATUS
     if stop_reason:
         show.fail(
             f"{stop_reason}. Run the same command again to continue, with a higher limit if a limit stopped it"
         )
-        return STOPPED
+        return STOPPED_STATUS
     if not result.rows:
         show.fail(
             f"no episode became a row of {selection.form}: lower --min-reward, or play more --tasks or --episodes"
         )
-        return STOPPED
+        return STOPPED_STATUS
     return 0

@@ -59,7 +59,7 @@ async def list_tools(
         if as_json:
             print(json.dumps(dict(docs), indent=2, ensure_ascii=False))
         else:
-            show.table([(name, _first_line(doc)) for name, doc in docs])
+            show.print_table([(name, _first_line(doc)) for name, doc in docs])
             show.note("list the tools of your MCP servers: tfactory tools list --config mcp.json")
         return
     async with MCPTools.load_from_config(config) as servers:
@@ -74,13 +74,13 @@ async def list_tools(
             sources[""] = "built-in tools named in the file"
         for name, source in sources.items():
             offers = [offer for offer in servers.offers if offer.server_name == name]
-            show.table([(name, f"{source}: {show.pluralize(len(offers), 'tool')}")])
+            show.print_table([(name, f"{source}: {show.pluralize(len(offers), 'tool')}")])
             rows = []
             for offer in offers:
                 spec = offer.spec
                 options_text = _format_changed_options(offer.options)
                 rows.append((spec.name, _format_arguments(spec), options_text, _first_line(spec.description)))
-            show.columns(("tool", "arguments", "options", "description"), rows)
+            show.print_columns(("tool", "arguments", "options", "description"), rows)
 
 
 @tools.command(name="call")
@@ -132,21 +132,21 @@ async def bench_tool(
         for workers in (1, concurrency):
             with Display() as display:
                 rows.append(await _measure_calls(call, calls, workers, display))
-    show.columns(("concurrency", "calls/s", "p50 ms", "p95 ms", "failed"), rows)
+    show.print_columns(("concurrency", "calls/s", "p50 ms", "p95 ms", "failed"), rows)
     if not result.ok:
         show.fail(f"{name}: {result.error}: {result.content}")
     return 0 if result.ok else TOOL_FAILED
 
 
 @asynccontextmanager
-async def _prepare_call(config: str | None, name: str, arguments: tuple[str, ...]) -> AsyncIterator[Call]:
+async def _prepare_call(path: str | None, name: str, arguments: tuple[str, ...]) -> AsyncIterator[Call]:
     """Open the tools and yield a function that makes the call."""
     # Imported here because it is slow: --help and invalid options should be answered at once.
     from TrainingFactory.assembly.tool_calls import open_tools
 
-    async with open_tools(config, name) as executor:
+    async with open_tools(path, name) as executor:
         specs = {tool.spec.name: tool.spec for tool in executor.tools}
-        if config is None and len(specs) == 1:  # NAME is FILE.py:FUNCTION or an alias of the tool
+        if path is None and len(specs) == 1:  # NAME is FILE.py:FUNCTION or an alias of the tool
             name = next(iter(specs))
         parsed_arguments = _parse_arguments(specs.get(name, ToolSpec(name, "")), arguments)
 
@@ -160,9 +160,9 @@ async def _prepare_call(config: str | None, name: str, arguments: tuple[str, ...
         yield call
 
 
-async def _measure_calls(call: Call, calls: int, num_workers: int, display: Display) -> tuple[str, ...]:
-    """Make `calls` calls from `num_workers` concurrent workers and return a row of the table."""
-    remaining_calls = iter(range(calls))
+async def _measure_calls(call: Call, num_calls: int, num_workers: int, display: Display) -> tuple[str, ...]:
+    """Make `num_calls` calls from `num_workers` concurrent workers and return a row of the table."""
+    remaining_calls = iter(range(num_calls))
     num_failed = 0
     call_seconds: list[float] = []
 
@@ -173,12 +173,12 @@ async def _measure_calls(call: Call, calls: int, num_workers: int, display: Disp
             result = await call()
             call_seconds.append(time.perf_counter() - call_start)
             num_failed += not result.ok
-            display.advance(f"calls, {num_workers} concurrent", calls)
+            display.advance(f"calls, {num_workers} concurrent", num_calls)
 
     start_time = time.perf_counter()
     await asyncio.gather(*(make_calls() for _ in range(num_workers)))
-    calls_per_second = calls / (time.perf_counter() - start_time)
-    p95_seconds = sorted(call_seconds)[int(calls * 0.95)]
+    calls_per_second = num_calls / (time.perf_counter() - start_time)
+    p95_seconds = sorted(call_seconds)[int(num_calls * 0.95)]
     times = (f"{statistics.median(call_seconds) * 1000:.1f}", f"{p95_seconds * 1000:.1f}")
     return str(num_workers), f"{calls_per_second:.0f}", *times, str(num_failed)
 

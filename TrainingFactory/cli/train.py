@@ -66,9 +66,9 @@ def train_with_display(training: Training, display: Display) -> int:
         show.note(
             f"interrupted after {show.pluralize(report.steps, 'step')}; resume with: {run.resume_command}"
         )
-        return show.INTERRUPTED
+        return show.INTERRUPTED_STATUS
     if report.tools.get("tools/calls"):
-        show.note(f"tool calls: {show.tool_text(report.tools)}")
+        show.note(f"tool calls: {show.format_tool_stats(report.tools)}")
     if report.checkpoint is not None:
         show.note(f"finished; the model is in {report.checkpoint}")
         next_step = f"evaluate it: tfactory eval {run.display_path}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from TrainingFactory.assembly.named_files import changed_files
+from TrainingFactory.assembly.named_files import find_changed_files
 from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.config.loading import key_value
 from TrainingFactory.config.names import expand_key
@@ -171,7 +171,7 @@ def _make_request(model: ResolvedModel, config: TrainingConfig, registry_file: P
 
 def _make_reward_section(run: TrainedBy, is_replaced: bool, notify: Notify) -> dict[str, dict[str, Any]]:
     """Return the run's config section `reward`; empty if the user replaced it or it was a Python object."""
-    for name in changed_files(run.run_info):
+    for name in find_changed_files(run.run_info):
         notify(f"note: {name} has changed since run {run.name} was started")
     reward = None if is_replaced else evaluations.load_run_reward(run)
     if reward is None and not is_replaced:

@@ -16,12 +16,12 @@ from TrainingFactory.assembly.endpoint_rollouts import (
     EndpointRollouts,
     EndpointSampler,
     EndpointStopped,
-    endpoint_metrics,
+    sum_endpoint_metrics,
 )
 from TrainingFactory.assembly.environment import check_self_play, check_tools, make_environment
 from TrainingFactory.assembly.fleet import await_engines, join_cluster
 from TrainingFactory.assembly.rewards import check_group_size, check_reward, judge_metrics, make_reward
-from TrainingFactory.assembly.run_tools import RunTools, recording_beside
+from TrainingFactory.assembly.run_tools import RunTools, get_recording_folder
 from TrainingFactory.assembly.sampler import make_rollouts, make_sampler
 from TrainingFactory.assembly.vision import with_vision
 from TrainingFactory.common.endpoints.names import is_endpoint
@@ -122,7 +122,7 @@ class Rollouts:
             await in_thread(self._save_episodes)
             _release_gpu()
         metrics = rollout_metrics(self._ended_episodes) | self.tools.metrics() | judge_metrics(self._reward)
-        metrics |= endpoint_metrics(self._ended_episodes)
+        metrics |= sum_endpoint_metrics(self._ended_episodes)
         if self._endpoint is not None:
             metrics |= self._endpoint.metrics
         metrics |= {"seconds": seconds, "tokens_per_second": metrics["sampled_tokens"] / seconds}
@@ -175,7 +175,7 @@ class Rollouts:
         logging_options = self.config.logging
         if not (logging_options.record_tools and "record_tools" in logging_options.model_fields_set):
             return None
-        folder = recording_beside(self._target_path)
+        folder = get_recording_folder(self._target_path)
         if self.tools.recording_path is not None and folder.resolve() == Path(self.tools.recording_path):
             raise ValueError(
                 f"cannot replay and record {folder} at the same time. Choose another file with --out, or remove "

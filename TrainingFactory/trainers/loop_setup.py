@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.assembly import rewards as build_rewards
 from TrainingFactory.assembly import sampler as build_sampler
-from TrainingFactory.assembly.branching import make_branching, max_leaves
+from TrainingFactory.assembly.branching import count_max_leaves, make_branching
 from TrainingFactory.assembly.environment import check_tools
 from TrainingFactory.assembly.fleet import max_concurrent_episodes
-from TrainingFactory.assembly.learner import make_algorithm, reference_logprobs
+from TrainingFactory.assembly.learner import compute_reference_logprobs, make_algorithm
 from TrainingFactory.assembly.learner_processes import Learners
 from TrainingFactory.assembly.run_tools import RunTools
 from TrainingFactory.assembly.trackers import Trackers
@@ -103,7 +103,7 @@ async def make_loop(training: PreparedRun, exit_stack: AsyncExitStack) -> Traini
     exit_stack.push_async_callback(policy.close)
     for split in (dataset, heldout_dataset):
         if split is not None and "precomputed" in algorithm.needs:
-            split.references = await reference_logprobs(
+            split.references = await compute_reference_logprobs(
                 policy, algorithm, split, config.training.batch_size, watcher
             )
     is_async = config.optimization.effective_max_staleness > 0
@@ -205,7 +205,7 @@ async def _make_rollout_setup(
     config, notify = training.config, training.watcher.say
     is_sampling = KINDS[config.training.algorithm].samples
     max_staleness = config.optimization.effective_max_staleness if is_sampling else 0
-    max_open_episodes = config.training.batch_size * max_leaves(config) * (1 + max_staleness)
+    max_open_episodes = config.training.batch_size * count_max_leaves(config) * (1 + max_staleness)
     log_folder = training.run.path / "engines"
     sampler = await in_thread(
         build_sampler.make_training_sampler,

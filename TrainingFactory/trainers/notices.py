@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from TrainingFactory.algorithms.kinds import KINDS
-from TrainingFactory.assembly.learner import importance_cap
+from TrainingFactory.assembly.learner import compute_importance_cap
 from TrainingFactory.cluster.launcher import find_launched_process
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.not_yet import list_changes, list_unimplemented
@@ -56,7 +56,7 @@ def list_unused_options(
         lines.append((async_keys, f"{name} does not train on sampled episodes"))
     elif not config.optimization.async_rollout:
         lines.append((async_keys, "only used with optimization.async_rollout=true"))
-    if importance_cap(config) is None:
+    if compute_importance_cap(config) is None:
         option_keys = [
             key for key in list_changes(config, "optimization") if "importance" in key or "mismatch" in key
         ]

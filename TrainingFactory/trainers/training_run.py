@@ -11,7 +11,7 @@ from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.assembly.environment import check_self_play, make_environment
 from TrainingFactory.assembly.fleet import join_cluster
 from TrainingFactory.assembly.learner_processes import Learners
-from TrainingFactory.assembly.named_files import changed_files, describe_start
+from TrainingFactory.assembly.named_files import describe_start, find_changed_files
 from TrainingFactory.assembly.rewards import check_tasks
 from TrainingFactory.assembly.run_tools import RunTools
 from TrainingFactory.assembly.sampler import check_chat_template
@@ -106,7 +106,7 @@ class Training(PreparedRun):
 
     def _check_unchanged(self, run: RunFolder) -> None:
         check_unchanged(self.data, run.run_info, run.name)
-        for file in changed_files(run.run_info):
+        for file in find_changed_files(run.run_info):
             self.watcher.say(
                 f"note: {file} has changed since run {run.name} was started; the run continues with the new version"
             )

@@ -113,7 +113,7 @@ class DraftCheck(BaseModel):
     notices: list[str]
 
 
-def options() -> Options:
+def list_options() -> Options:
     """Return the sections of the config form with their options."""
     groups = []
     for name in TrainingConfig.model_fields:
@@ -144,7 +144,7 @@ def _make_option(key: str, schema: Mapping[str, Any]) -> Option:
     )  # fmt: skip
 
 
-def starting_points(runs: Path) -> StartingPoints:
+def list_starting_points(runs_folder: Path) -> StartingPoints:
     """Return the starting points of a new run: templates, existing runs, and an empty config."""
     folders, templates = dict.fromkeys((Path("configs").resolve(), find_starter_root() / "configs")), []
     for path in (path for folder in folders for path in sorted(folder.glob("*.yaml"))):
@@ -155,7 +155,7 @@ def starting_points(runs: Path) -> StartingPoints:
         intro = " ".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#"))
         templates.append(ConfigTemplate(name=path.stem, what=intro.partition(". ")[0].rstrip("."), yaml=text))
     return StartingPoints(
-        templates=templates, runs=[replace_surrogates(run.name) for run in reversed(list_runs(runs))]
+        templates=templates, runs=[replace_surrogates(run.name) for run in reversed(list_runs(runs_folder))]
     )
 
 
@@ -171,9 +171,9 @@ def read_draft(draft: Draft) -> TrainingConfig:
     return config
 
 
-def with_runs_folder(config: TrainingConfig, runs: Path) -> TrainingConfig:
+def with_runs_folder(config: TrainingConfig, runs_folder: Path) -> TrainingConfig:
     """Return the config with the UI's runs folder as its output folder, because model names are resolved there."""
-    logging = config.logging.model_copy(update={"output_dir": str(runs)})
+    logging = config.logging.model_copy(update={"output_dir": str(runs_folder)})
     return config.model_copy(update={"logging": logging})
 
 
@@ -183,13 +183,13 @@ def check_draft(draft: Draft, runs: Path) -> DraftCheck:
         config = read_draft(draft)
     except ConfigError as error:
         return DraftCheck(
-            options=draft.options, yaml=draft.yaml or "", problems=config_problems(error), notices=[]
+            options=draft.options, yaml=draft.yaml or "", problems=list_config_problems(error), notices=[]
         )
     notes, output_folder = [*list_notices(config), *list_unused_options(config)], config.logging.output_dir
     if "output_dir" in config.logging.model_fields_set and Path(output_folder).resolve() != runs.resolve():
         notes.append(f"logging.output_dir: runs started here are saved to {runs}, not to {output_folder}")
     problems = start_problems(with_runs_folder(config, runs))
-    options, yaml_text = flat_options(config), minimal_yaml(config)
+    options, yaml_text = flatten_options(config), dump_yaml(config)
     return DraftCheck(options=options, yaml=yaml_text, problems=problems, notices=notes)
 
 
@@ -224,10 +224,10 @@ def start_problems(config: TrainingConfig) -> list[ConfigProblem]:
         config.reward.parts or config.optimization.distributed_reward
     ):
         collect("reward", lambda: check_reward(config))
-    return config_problems(config.wrong(problems))
+    return list_config_problems(config.wrong(problems))
 
 
-def config_problems(error: ConfigError) -> list[ConfigProblem]:
+def list_config_problems(error: ConfigError) -> list[ConfigProblem]:
     """Return the problems by key, without the name of the temporary file that held the draft."""
     problems = []
     for problem in error.problems:
@@ -238,12 +238,12 @@ def config_problems(error: ConfigError) -> list[ConfigProblem]:
     return problems
 
 
-def minimal_yaml(config: TrainingConfig) -> str:
+def dump_yaml(config: TrainingConfig) -> str:
     changed_options = config.model_dump(exclude_defaults=True)
     return yaml.safe_dump(changed_options, sort_keys=False, allow_unicode=True) if changed_options else ""
 
 
-def flat_options(config: TrainingConfig) -> dict[str, Any]:
+def flatten_options(config: TrainingConfig) -> dict[str, Any]:
     options: dict[str, Any] = {"tools": config.model_dump()["tools"]}
     for name in sections():
         options |= {f"{name}.{key}": value for key, value in getattr(config, name).model_dump().items()}

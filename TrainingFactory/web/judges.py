@@ -44,31 +44,31 @@ class Labels(BaseModel):
 class JudgeRoutes:
     """HTTP routes for judge audits and labels; `find_run` returns the run with a given name."""
 
-    def __init__(self, site: Site, runs: Path, find_run: Callable[[str], RunFolder]) -> None:
-        self._runs, self._find_run, self._lock = runs, find_run, threading.Lock()
-        site.add("GET", "/api/audits", self.audits)
-        site.add("GET", "/api/labels", self.labels)
+    def __init__(self, site: Site, runs_folder: Path, find_run: Callable[[str], RunFolder]) -> None:
+        self._runs_folder, self._find_run, self._lock = runs_folder, find_run, threading.Lock()
+        site.add("GET", "/api/audits", self.list_audits)
+        site.add("GET", "/api/labels", self.list_labels)
         site.add("POST", "/api/labels", self.label)
 
-    def audits(self) -> AuditList:
+    def list_audits(self) -> AuditList:
         """List the judge audits, the oldest first."""
-        return load_audits(self._runs)
+        return load_audits(self._runs_folder)
 
-    def labels(self, run: str) -> Labels:
+    def list_labels(self, run: str) -> Labels:
         """List the labels of a run's episodes."""
-        path = self._label_file(run)
+        path = self._get_label_file(run)
         labels, unread_lines = _read_labels(path)
-        gold_arguments = f"{shlex.quote(str(path))}{runs_option(self._runs)}"
+        gold_arguments = f"{shlex.quote(str(path))}{runs_option(self._runs_folder)}"
         rows = [LabelRow(**row) for row in labels.values()]
         command = f"tfactory judge audit --gold {gold_arguments} base_url=URL model=NAME"
         return Labels(path=str(path), rows=rows, unread=len(unread_lines), command=command)
 
-    def _label_file(self, run: str) -> Path:
-        return self._runs / "labels" / f"{self._find_run(run).name}.jsonl"
+    def _get_label_file(self, run_name: str) -> Path:
+        return self._runs_folder / "labels" / f"{self._find_run(run_name).name}.jsonl"
 
     def label(self, request: Label) -> Labels:
         """Label an episode, or remove its label."""
-        path = self._label_file(request.run)
+        path = self._get_label_file(request.run)
         row = make_gold_row(request, find_index(self._find_run(request.run).path).episode(request.number))
         with self._lock:
             labels, other_lines = _read_labels(path)
@@ -78,7 +78,7 @@ class JudgeRoutes:
             path.parent.mkdir(parents=True, exist_ok=True)
             rows = [json.dumps(label_row, ensure_ascii=False) for label_row in labels.values()]
             write_atomically(path, "".join(f"{line}\n" for line in [*other_lines, *rows]))
-        return self.labels(request.run)
+        return self.list_labels(request.run)
 
 
 def make_gold_row(request: Label, view: EpisodeView) -> Json:

@@ -87,7 +87,7 @@ class JobList(BaseModel):
 
 @dataclass(slots=True)
 class _Job:
-    run: str
+    run_name: str
     kind: Literal["eval", "export"]
     command: str
     log_file: Path
@@ -114,18 +114,18 @@ class _Job:
 
 
 class ManageRoutes:
-    def __init__(self, site: Site, runs: Path, find_run: Callable[[str], RunFolder]) -> None:
-        self._runs, self._find_run = runs, find_run
+    def __init__(self, site: Site, runs_folder: Path, find_run: Callable[[str], RunFolder]) -> None:
+        self._runs_folder, self._find_run = runs_folder, find_run
         self._jobs: list[_Job] = []
         self._change_lock = threading.Lock()
-        site.add("GET", "/api/runs/{name}/references", self.references)
-        site.add("GET", "/api/runs/{name}/jobs", self.jobs)
+        site.add("GET", "/api/runs/{name}/references", self.list_references)
+        site.add("GET", "/api/runs/{name}/jobs", self.list_jobs)
         for action in (self.annotate, self.rename, self.delete, self.evaluate, self.export, self.cancel):
             site.add("POST", f"/api/runs/{{name}}/{action.__name__}", action)
 
-    def references(self, name: str) -> ReferenceList:
+    def list_references(self, name: str) -> ReferenceList:
         """List what refers to a run, and the size of its folder."""
-        references = manage.find_references(self._find_run(name), self._runs)
+        references = manage.find_references(self._find_run(name), self._runs_folder)
         return ReferenceList(needed_by=references.needed_by, copies=references.copies, bytes=references.size)
 
     def annotate(self, name: str, request: AnnotationRequest) -> ManagedRun:
@@ -142,9 +142,9 @@ class ManageRoutes:
         run = self._find_run(name)
         with self._change_lock, _raise_conflict():
             self._check_idle(name)
-            renamed_run = manage.rename_run(run, request.new_name, self._runs)
+            renamed_run = manage.rename_run(run, request.new_name, self._runs_folder)
         arguments = shlex.join(["tfactory", "runs", "rename", name, renamed_run.name])
-        return ManagedRun(name=renamed_run.name, command=arguments + runs_option(self._runs))
+        return ManagedRun(name=renamed_run.name, command=arguments + runs_option(self._runs_folder))
 
     def delete(self, name: str, request: DeleteRequest) -> ManagedRun:
         """Delete a run that is not running. `force`: although other runs need its files."""
@@ -153,20 +153,20 @@ class ManageRoutes:
             raise ApiError(f"confirm must be the name of the run, {name}", "confirm")
         with self._change_lock, _raise_conflict():
             self._check_idle(name)
-            manage.delete_run(run, self._runs, request.force)
+            manage.delete_run(run, self._runs_folder, request.force)
         arguments = ["tfactory", "runs", "delete", name, *(["--force"] if request.force else [])]
-        return ManagedRun(name=name, command=shlex.join(arguments) + runs_option(self._runs))
+        return ManagedRun(name=name, command=shlex.join(arguments) + runs_option(self._runs_folder))
 
     # jobs
 
-    def jobs(self, name: str) -> JobList:
+    def list_jobs(self, name: str) -> JobList:
         """List the evaluations and exports of a run that this server has started."""
-        jobs = [job.view(number) for number, job in enumerate(self._jobs) if job.run == name]
+        jobs = [job.view(number) for number, job in enumerate(self._jobs) if job.run_name == name]
         return JobList(jobs=jobs[::-1])
 
     def evaluate(self, name: str, request: EvaluationStart) -> JobView:
         """Evaluate a checkpoint of a run on held-out tasks, as `tfactory eval` does."""
-        options = [f"logging.output_dir={self._runs.resolve()}"]
+        options = [f"logging.output_dir={self._runs_folder.resolve()}"]
         for option in ("tasks", "episodes", "temperature"):
             if (value := getattr(request, option)) is not None:
                 options += [f"--{option}", f"{value:g}"]
@@ -177,7 +177,7 @@ class ManageRoutes:
         if not re.fullmatch(r"\w[\w.+-]*", request.folder):
             text = f"invalid folder name {request.folder!r}: use letters, digits and . _ + - only"
             raise ApiError(text, "folder")
-        folder = (self._runs / EXPORTS_FOLDER / request.folder).resolve()
+        folder = (self._runs_folder / EXPORTS_FOLDER / request.folder).resolve()
         if folder.exists():
             raise ApiError(f"{folder} already exists; choose another name", "folder", status=409)
         options = ["--out", str(folder), *(["--merge"] if request.merge else [])]
@@ -189,7 +189,7 @@ class ManageRoutes:
         self._find_run(name)
         for job in self._list_running_jobs(name):
             job.process.terminate()
-        return self.jobs(name)
+        return self.list_jobs(name)
 
     def _start_job(
         self, name: str, kind: Literal["eval", "export"], checkpoint: str, options: list[str]
@@ -208,7 +208,7 @@ class ManageRoutes:
         return job.view(len(self._jobs) - 1)
 
     def _list_running_jobs(self, name: str) -> list[_Job]:
-        return [job for job in self._jobs if job.run == name and job.process.poll() is None]
+        return [job for job in self._jobs if job.run_name == name and job.process.poll() is None]
 
     def _check_idle(self, name: str) -> None:
         if running_jobs := self._list_running_jobs(name):

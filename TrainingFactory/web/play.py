@@ -85,13 +85,13 @@ class PlayRoutes:
         self._sessions: dict[str, Json] = {}  # id -> arguments of its jobs, and `tools`
         self._folder = tempfile.TemporaryDirectory(prefix="tfactory-play-")
         self._spending: dict[str, str] = {}  # endpoint -> file with its paid replies; its process may end
-        site.add("GET", "/api/play", self.choices)
+        site.add("GET", "/api/play", self.list_choices)
         site.add("POST", "/api/play", self.begin)
         site.add("POST", "/api/play/{id}/say", self.say)
         site.add("POST", "/api/play/{id}/stop", self.stop)
         site.add("POST", "/api/play/{id}/keep", self.keep)
 
-    def choices(self) -> PlayChoices:
+    def list_choices(self) -> PlayChoices:
         """List the models and environments of the playground."""
         aliases = catalog.names("environment").items()
         names = [name for name, alias in aliases if alias is None and not name.endswith("/")]
@@ -108,16 +108,16 @@ class PlayRoutes:
             label = ", ".join(["registered", *version.aliases])
             models.append({"name": str(version), "what": label, "environment": None})
         local_names = {model["name"] for model in models}
-        models += [_make_endpoint_row(name) for name in self._endpoint_names() if name not in local_names]
+        models += [_make_endpoint_row(name) for name in self._list_endpoints() if name not in local_names]
         return PlayChoices(models=models, environments=environments)
 
-    def _endpoint_names(self) -> list[str]:
+    def _list_endpoints(self) -> list[str]:
         """Return the unique endpoints of the command line and of the working directory's endpoint files."""
         return list(dict.fromkeys([*self._named_endpoints, *(str(path) for path in endpoint_files(Path()))]))
 
     async def begin(self, request: ConversationRequest) -> OpenedConversation:
         """Load a model in its worker process, and begin a conversation in an environment."""
-        play_choices = await asyncio.to_thread(self.choices)
+        play_choices = await asyncio.to_thread(self.list_choices)
         choices = {"model": play_choices.models, "environment": [{"name": None}, *play_choices.environments]}
         for field, options in choices.items():
             if (value := getattr(request, field)) not in [option["name"] for option in options]:

@@ -65,7 +65,7 @@ class PlayConversation(ABC):
         self._exit_stack = AsyncExitStack()
 
     @abstractmethod
-    def description(self) -> JobArguments:
+    def describe_model(self) -> JobArguments:
         """Return the facts about the model that the page shows when the conversation begins."""
 
     @abstractmethod
@@ -78,16 +78,16 @@ class PlayConversation(ABC):
     def finish_answer(self, answer: PlayedAnswer, history: list[Message]) -> JobArguments:
         """Cache the parts of an answer that later answers reuse, and return the facts for the page."""
 
-    async def open(self, task: str | None) -> None:
+    async def open(self, task_id: str | None) -> None:
         if self.config.environment.command is not None:
             raise ValueError("the playground does not support external programs (environment.command)")
         try:
             self._factory: Any = await self._tools.equip(make_environment(self.config, True))
             if self.config.data.tasks is not None or generates_tasks(self._factory):
                 self.tasks = make_tasks(self.config, self._factory)[:MAX_TASKS]
-            matching_tasks = [candidate for candidate in self.tasks if candidate.id == task]
-            if task is not None and not matching_tasks:
-                raise ValueError(f"no task {task!r} among the first {MAX_TASKS} tasks of the environment")
+            matching_tasks = [candidate for candidate in self.tasks if candidate.id == task_id]
+            if task_id is not None and not matching_tasks:
+                raise ValueError(f"no task {task_id!r} among the first {MAX_TASKS} tasks of the environment")
             # The person's own words replace the prompt of the first task, whose data the environment may need.
             user_tasks = [replace(first_task, id=self.task.id, prompt="") for first_task in self.tasks[:1]]
             self.task = [*matching_tasks, *user_tasks, self.task][0]
@@ -144,7 +144,7 @@ class PlayConversation(ABC):
             for reply, content in zip(step.replies, contents, strict=True)
         ]
 
-    def episode_settings(self, params: SamplingParams) -> EpisodeSettings:
+    def make_episode_settings(self, params: SamplingParams) -> EpisodeSettings:
         section, max_tokens = self.config.environment, self.config.sampling.max_reply_tokens
         limits = section.max_turns, section.episode_timeout, max_tokens
         return EpisodeSettings(lambda _: self.environment, self.chat, params, self._reward, *limits)  # type: ignore[arg-type]
@@ -241,7 +241,7 @@ def _make_result_view(result: ToolResult) -> JobArguments:
     return asdict(replace(result, images=[])) | {"content": content}
 
 
-def config_of(arguments: JobArguments) -> TrainingConfig:
+def make_config(arguments: JobArguments) -> TrainingConfig:
     """Return the config of a conversation: the model's own, with the chosen environment, tools and reward."""
     config = make_serving_config(find_model(arguments["model"], arguments["runs"]))
     prefix, _, name = (arguments["environment"] or "").partition(":")

@@ -21,7 +21,7 @@ from TrainingFactory.common.openai_format import message_to_dict
 from TrainingFactory.protocols import Environment
 from TrainingFactory.tools.endpoints.client import ModelFailure
 from TrainingFactory.types import Message, SamplingParams, Trajectory
-from TrainingFactory.web.play_conversation import JobArguments, PlayConversation, PlayedAnswer, config_of
+from TrainingFactory.web.play_conversation import JobArguments, PlayConversation, PlayedAnswer, make_config
 from TrainingFactory.web.worker import ProgressCallback
 
 MAX_TOKENS = 1024  # default of an answer: a reasoning model thinks within it
@@ -37,11 +37,11 @@ class EndpointConversation(PlayConversation):
     """Conversation with a model behind an endpoint; a file logs its spending."""
 
     def __init__(self, arguments: JobArguments) -> None:
-        super().__init__(TextFormat(), config_of(arguments))
+        super().__init__(TextFormat(), make_config(arguments))
         self._endpoint_name, self._spending_log = arguments["model"], SpendingLog(Path(arguments["spending"]))
         self._originals = dict[tuple[int, str], Any]()  # by position and message
 
-    async def sampler(self) -> EndpointSampler:
+    async def get_sampler(self) -> EndpointSampler:
         """Return the endpoint's client with its current options, because the user can raise the budget."""
         settings, sampler = find_endpoint(self._endpoint_name), _samplers.get(self._endpoint_name)
         if sampler is None or sampler.settings != settings:
@@ -51,11 +51,11 @@ class EndpointConversation(PlayConversation):
                 await sampler.close()
         return _samplers[self._endpoint_name]
 
-    async def open(self, task: str | None) -> None:
-        await self.sampler()  # raises if the key is missing
-        await super().open(task)
+    async def open(self, task_id: str | None) -> None:
+        await self.get_sampler()  # raises if the key is missing
+        await super().open(task_id)
 
-    def description(self) -> JobArguments:
+    def describe_model(self) -> JobArguments:
         sampler = _samplers[self._endpoint_name]
         endpoint, options = sampler.endpoint, sampler.settings.options or {}
         ignored_settings = _find_ignored_settings(sampler)
@@ -75,8 +75,8 @@ class EndpointConversation(PlayConversation):
     async def begin_answer(
         self, history: list[Message], arguments: JobArguments, tell: ProgressCallback
     ) -> EndpointAnswer:
-        answer = EndpointAnswer(self, await self.sampler(), history, arguments, tell)
-        originals = {i: self._originals.get((i, _message_key(message))) for i, message in enumerate(history)}
+        answer = EndpointAnswer(self, await self.get_sampler(), history, arguments, tell)
+        originals = {i: self._originals.get((i, _make_key(message))) for i, message in enumerate(history)}
         answer.originals = {i: original for i, original in originals.items() if original is not None}
         return answer
 
@@ -87,7 +87,7 @@ class EndpointConversation(PlayConversation):
             messages += [turn.message, *turn.replies]
         for position, original in answer.originals.items():
             if original is not None and position < len(messages):
-                self._originals[position, _message_key(messages[position])] = original
+                self._originals[position, _make_key(messages[position])] = original
         for key in list(self._originals)[:-MAX_ORIGINALS]:
             del self._originals[key]
         return {"spent": _describe_spending(_samplers[self._endpoint_name])}
@@ -108,7 +108,7 @@ class EndpointAnswer(PlayedAnswer, EndpointRun):
         task, seed = conversation.task, arguments["seed"]
         trajectory = Trajectory(task, "play", seed, list(history), conversation.specs)
         seed_of = conversation.seed_of(seed, history)
-        super().__init__(conversation.episode_settings(params), trajectory, sampler, seed_of)
+        super().__init__(conversation.make_episode_settings(params), trajectory, sampler, seed_of)
         self.report_to(arguments, tell)
 
     async def _render_first_prompt(self, environment: Environment) -> list[int]:
@@ -138,5 +138,5 @@ def _describe_spending(sampler: EndpointSampler) -> JobArguments:
     return total_usage | {"limits": limits}
 
 
-def _message_key(message: Message) -> str:
+def _make_key(message: Message) -> str:
     return json.dumps(message_to_dict(message), sort_keys=True)

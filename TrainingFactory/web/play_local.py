@@ -12,7 +12,7 @@ from TrainingFactory.agent_api.turns.responses import CHUNK_TOKENS
 from TrainingFactory.apps.serving.served import ServedModel
 from TrainingFactory.protocols import Environment
 from TrainingFactory.types import Completion, Message, Trajectory, Turn
-from TrainingFactory.web.play_conversation import JobArguments, PlayConversation, PlayedAnswer, config_of
+from TrainingFactory.web.play_conversation import JobArguments, PlayConversation, PlayedAnswer, make_config
 from TrainingFactory.web.worker import ProgressCallback
 
 MAX_KEPT_TURNS = 400  # maximum sampled turns of a conversation whose tokens are kept
@@ -22,10 +22,10 @@ class LocalConversation(PlayConversation):
     """A conversation with a model loaded in this process, with the sampled tokens of its turns."""
 
     def __init__(self, served_model: ServedModel, arguments: JobArguments) -> None:
-        super().__init__(served_model.chat, config_of(arguments))
+        super().__init__(served_model.chat, make_config(arguments))
         self.served, self.turns = served_model, Conversations(served_model.chat)
 
-    def description(self) -> JobArguments:
+    def describe_model(self) -> JobArguments:
         sampling = self.config.sampling
         return {
             "max_length": self.served.sampler.max_length, "temperature": sampling.temperature,
@@ -63,7 +63,7 @@ class LocalAnswer(PlayedAnswer):
         self, owner: LocalConversation, node: RequestNode, arguments: JobArguments, tell: ProgressCallback
     ) -> None:
         model = owner.served
-        rules = owner.episode_settings(replace(model.defaults, temperature=arguments["temperature"]))
+        rules = owner.make_episode_settings(replace(model.defaults, temperature=arguments["temperature"]))
         trajectory = Trajectory(owner.task, "play", prompt=node.messages, tools=node.tools)
         seed_of = owner.seed_of(arguments["seed"], node.messages)
         super().__init__(rules, trajectory, model.sampler.session(), model.sampler.max_length, seed_of)

@@ -24,7 +24,7 @@ _conversations: OrderedDict[str, PlayConversation] = OrderedDict()
 
 
 @lru_cache(1)
-def _loop() -> asyncio.AbstractEventLoop:
+def _get_loop() -> asyncio.AbstractEventLoop:
     """Return the event loop that engines, servers and environments of this process share across jobs."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="play", daemon=True).start()
@@ -32,9 +32,11 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 def _make_job(
-    job: Callable[[JobArguments, ProgressCallback], Coroutine[Any, Any, JobArguments]],
+    run_job: Callable[[JobArguments, ProgressCallback], Coroutine[Any, Any, JobArguments]],
 ) -> Callable[[JobArguments, ProgressCallback], JobArguments]:
-    return lambda arguments, tell: asyncio.run_coroutine_threadsafe(job(arguments, tell), _loop()).result()
+    return lambda arguments, tell: asyncio.run_coroutine_threadsafe(
+        run_job(arguments, tell), _get_loop()
+    ).result()
 
 
 @_make_job
@@ -47,7 +49,7 @@ async def begin(arguments: JobArguments, tell: ProgressCallback) -> JobArguments
         "messages": [message_to_dict(message) for message in messages],
         "tasks": [{"id": task.id, "prompt": task.prompt if isinstance(task.prompt, str) else task.prompt[-1].content}
                   for task in conversation.tasks],
-    } | conversation.description()  # fmt: skip
+    } | conversation.describe_model()  # fmt: skip
 
 
 @_make_job

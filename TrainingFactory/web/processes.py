@@ -29,10 +29,12 @@ _starting_names = set[str]()  # names of runs that have not begun yet
 _processes = list[subprocess.Popen[Any]]()
 
 
-async def train(config_text: str, config: TrainingConfig, name: str | None, runs: Path) -> tuple[str, str]:
+async def train(
+    config_text: str, config: TrainingConfig, name: str | None, runs_folder: Path
+) -> tuple[str, str]:
     """Start `tfactory train` with a config's YAML and wait until it begins; return the run's name and the command."""
-    name = name or pick_name(with_runs_folder(config, runs))
-    folder, staging = runs / name, runs / f".{name}.part"
+    name = name or pick_name(with_runs_folder(config, runs_folder))
+    folder, staging = runs_folder / name, runs_folder / f".{name}.part"
     if not re.fullmatch(r"\w[\w.+-]*", name):
         raise ApiError(f"invalid run name {name!r}: use letters, digits and . _ + - only", "name")
     if folder.exists() or name in _starting_names:
@@ -43,7 +45,7 @@ async def train(config_text: str, config: TrainingConfig, name: str | None, runs
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
         (staging / START_CONFIG).write_text(config_text, encoding="utf-8")
-        options = [f"logging.output_dir={runs}", "--name", name]
+        options = [f"logging.output_dir={runs_folder}", "--name", name]
         await _start(["train", str(staging / START_CONFIG), *options], staging / LOG, lambda: is_run(folder))
     except ApiError:
         shutil.rmtree(staging, ignore_errors=True)

@@ -35,21 +35,21 @@ class SuiteList(BaseModel):
 
 
 class RegistryRoutes:
-    def __init__(self, site: Site, runs: Path, pool: Pool) -> None:
-        self._runs, self._pool, self._catalogue = runs, pool, Catalogue(registry_path(runs))
-        site.add("GET", "/api/models", self.models)
-        site.add("GET", "/api/models/{name}/{number}", self.version)
+    def __init__(self, site: Site, runs_folder: Path, pool: Pool) -> None:
+        self._runs, self._pool, self._catalogue = runs_folder, pool, Catalogue(registry_path(runs_folder))
+        site.add("GET", "/api/models", self.list_models)
+        site.add("GET", "/api/models/{name}/{number}", self.show_version)
         site.add("GET", "/api/compare", self.compare)
-        site.add("GET", "/api/suites", self.suites)
-        site.add("POST", "/api/models/{name}/alias", self.alias)
-        site.add("POST", "/api/models/{name}/rollback", self.rollback)
+        site.add("GET", "/api/suites", self.list_suites)
+        site.add("POST", "/api/models/{name}/alias", self.set_alias)
+        site.add("POST", "/api/models/{name}/rollback", self.roll_back)
         site.add("POST", "/api/models/{name}/promote", self.promote)
 
-    def models(self) -> shapes.ModelList:
+    def list_models(self) -> shapes.ModelList:
         """List the registered models with their versions."""
         return views.list_models(self._catalogue)
 
-    def version(self, name: str, number: int) -> shapes.VersionView:
+    def show_version(self, name: str, number: int) -> shapes.VersionView:
         """Show a version with its lineage, evaluations and promotion decisions."""
         return views.make_version_view(self._catalogue, f"{name}:{number}")
 
@@ -57,17 +57,17 @@ class RegistryRoutes:
         """Compare two models or runs by their recorded evaluations."""
         return views.make_comparison_view(first, second, self._runs, self._catalogue)
 
-    def suites(self) -> SuiteList:
+    def list_suites(self) -> SuiteList:
         """List the suites with a gate in the server's working directory and its `suites/` folder."""
         return SuiteList(suites={name: str(path) for name, path in _find_suites().items()})
 
-    def alias(self, name: str, request: AliasRequest) -> AliasChange:
+    def set_alias(self, name: str, request: AliasRequest) -> AliasChange:
         """Set an alias to a version."""
         version, previous_number = self._catalogue.set_alias(f"{name}:{request.number}", request.alias)
         command = f"tfactory registry alias {version} {request.alias}{views.runs_option(self._runs)}"
         return AliasChange(version=str(version), was=previous_number, command=command)
 
-    def rollback(self, name: str, request: AliasRequest) -> AliasChange:
+    def roll_back(self, name: str, request: AliasRequest) -> AliasChange:
         """Roll an alias back to its previous version."""
         if request.number and (current := self._catalogue.alias(name, request.alias)) != request.number:
             text = f"{name}@{request.alias} has moved from version {request.number} to {current}; reload the page"

@@ -54,33 +54,35 @@ class RunAction(BaseModel):
 
 
 class Page:
-    """The web UI over the folder of runs `runs`. `token` must be sent with every request; None: no authentication.
+    """The web UI over the folder of runs. `token` must be sent with every request; None: no authentication.
     `endpoints` are names of model endpoints that the playground may use. Each further part of the UI is a module that
     adds its own routes to this page's `site`."""
 
-    def __init__(self, runs: Path, host: str, token: str | None, endpoints: Sequence[str] = ()) -> None:
+    def __init__(
+        self, runs_folder: Path, host: str, token: str | None, endpoints: Sequence[str] = ()
+    ) -> None:
         self.site = Site("TrainingFactory", __version__, STATIC_FOLDER, host, token)
-        self.runs, self.pool = views.Runs(runs), Pool()
+        self.runs, self.pool = views.Runs(runs_folder), Pool()
         self.run_events = RunEvents(self.runs)
         self._stopped_processes = set[Any]()  # processes of runs that were signalled to stop
         self._stop_lock = threading.Lock()
         get, post = partial(self.site.add, "GET"), partial(self.site.add, "POST")
-        get("/api/about", self.about)
-        get("/api/events", self.events)
-        get("/api/runs", self.all_runs)
+        get("/api/about", self.describe_site)
+        get("/api/events", self.stream_events)
+        get("/api/runs", self.list_runs)
         get("/api/runs/{name}", self.run)
-        get("/api/runs/{name}/config", self.config)
-        get("/api/runs/{name}/diff/{other}", self.diff)
-        get("/api/runs/{name}/metrics", self.metrics)
-        get("/api/runs/{name}/log", self.log)
-        get("/api/runs/{name}/episodes", self.episodes)
-        get("/api/runs/{name}/episodes/{number}", self.episode)
+        get("/api/runs/{name}/config", self.show_config)
+        get("/api/runs/{name}/diff/{other}", self.diff_runs)
+        get("/api/runs/{name}/metrics", self.read_metrics)
+        get("/api/runs/{name}/log", self.read_log)
+        get("/api/runs/{name}/episodes", self.list_episodes)
+        get("/api/runs/{name}/episodes/{number}", self.show_episode)
         get("/api/runs/{name}/groups", self.group)
-        get("/api/runs/{name}/images/{digest}", self.image)
+        get("/api/runs/{name}/images/{digest}", self.read_image)
         post("/api/runs/{name}/stop", self.stop)
         post("/api/runs/{name}/resume", self.resume)
-        get("/api/options", form.options)
-        get("/api/starts", self.starts)
+        get("/api/options", form.list_options)
+        get("/api/starts", self.list_starting_points)
         post("/api/check", self.check)
         post("/api/doctor", self.doctor)
         post("/api/sample", self.sample)
@@ -116,18 +118,18 @@ class Page:
 
     # runs
 
-    def about(self) -> SiteInfo:
+    def describe_site(self) -> SiteInfo:
         """Return the version and the folder of runs."""
         folder = str(self.runs.folder.resolve())
         return SiteInfo(
             version=__version__, runs_folder=folder, where=runs_option(self.runs.folder), now=time.time()
         )
 
-    def all_runs(self) -> shapes.RunList:
+    def list_runs(self) -> shapes.RunList:
         """List the runs, the oldest first."""
         return shapes.RunList(runs=self.runs.rows())
 
-    async def events(self, run: str | None = None) -> Events:
+    async def stream_events(self, run: str | None = None) -> Events:
         """Stream changes: events `runs`, and for the named run `metrics`, `log` and `findings`."""
         return self.run_events.events(None if run is None else self.find_run(run))
 
@@ -135,31 +137,31 @@ class Page:
         """Show a run in full."""
         return views.make_run_view(self.find_run(name), self.runs)
 
-    def config(self, name: str) -> shapes.ConfigView:
+    def show_config(self, name: str) -> shapes.ConfigView:
         """Show the options of a run."""
         return views.make_config_view(self.find_run(name))
 
-    def diff(self, name: str, other: str) -> shapes.RunDiff:
+    def diff_runs(self, name: str, other: str) -> shapes.RunDiff:
         """Show the options in which two runs differ."""
         return views.diff_runs([self.find_run(name), self.find_run(other)])
 
-    def metrics(self, name: str, after: int = 0) -> shapes.MetricsPart:
+    def read_metrics(self, name: str, after: int = 0) -> shapes.MetricsPart:
         """Return the metrics of a run after byte `after` of their file."""
         return views.read_metrics_part(self.find_run(name), after)
 
-    def log(self, name: str, after: int = 0) -> shapes.LogPart:
+    def read_log(self, name: str, after: int = 0) -> shapes.LogPart:
         """Return the log of a run after byte `after`; a negative value counts from the end."""
         return views.read_log_part(self.find_run(name), after)
 
-    def episodes(self, name: str, query: Annotated[Query, IN_QUERY]) -> shapes.EpisodePage:
+    def list_episodes(self, name: str, query: Annotated[Query, IN_QUERY]) -> shapes.EpisodePage:
         """List the matching episodes of a run, page by page."""
         return find_index(self.find_run(name).path).page(query)
 
-    def episode(self, name: str, number: int) -> shapes.EpisodeView:
+    def show_episode(self, name: str, number: int) -> shapes.EpisodeView:
         """Show an episode, by its line of trajectories.jsonl."""
         return find_index(self.find_run(name).path).episode(number)
 
-    def image(self, name: str, digest: str) -> Picture:
+    def read_image(self, name: str, digest: str) -> Picture:
         """Return an image of a run's episodes, a PNG file, by its digest."""
         run = self.find_run(name)
         try:
@@ -207,9 +209,9 @@ class Page:
 
     # a new run
 
-    def starts(self) -> form.StartingPoints:
+    def list_starting_points(self) -> form.StartingPoints:
         """List the starting points of a new run."""
-        return form.starting_points(self.runs.folder)
+        return form.list_starting_points(self.runs.folder)
 
     def check(self, draft: form.Draft) -> form.DraftCheck:
         """Return all options of a draft, its shortest YAML, and its problems by key."""
@@ -218,7 +220,7 @@ class Page:
     async def train(self, draft: form.Draft) -> RunAction:
         """Start a run in a separate process, which outlives the server."""
         config = _read_draft(draft)
-        name, command = await processes.train(form.minimal_yaml(config), config, draft.name, self.runs.folder)
+        name, command = await processes.train(form.dump_yaml(config), config, draft.name, self.runs.folder)
         return RunAction(name=name, state="running", command=command)
 
     async def doctor(self, draft: form.Draft) -> Events:
@@ -230,13 +232,13 @@ class Page:
         return self.pool.events("check", "sample", self._make_draft_arguments(draft))
 
     def _make_draft_arguments(self, draft: form.Draft) -> shapes.Json:
-        return {"yaml": form.minimal_yaml(form.with_runs_folder(_read_draft(draft), self.runs.folder))}
+        return {"yaml": form.dump_yaml(form.with_runs_folder(_read_draft(draft), self.runs.folder))}
 
 
 def _read_draft(draft: form.Draft) -> TrainingConfig:
     try:
         return form.read_draft(draft)
     except ConfigError as error:
-        problems = form.config_problems(error)
+        problems = form.list_config_problems(error)
         text = "; ".join(f"{problem.key}: {problem.message}".removeprefix(": ") for problem in problems)
         raise ApiError(text, problems[0].key or None) from None

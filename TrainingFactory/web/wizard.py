@@ -51,11 +51,11 @@ class TaskPreview(BaseModel):
 
 
 class WizardRoutes:
-    def __init__(self, site: Site, runs: Path, pool: Pool) -> None:
-        self._folder, self._pool = (runs / WIZARD_FOLDER).resolve(), pool
+    def __init__(self, site: Site, runs_folder: Path, pool: Pool) -> None:
+        self._folder, self._pool = (runs_folder / WIZARD_FOLDER).resolve(), pool
         site.add("POST", "/api/tools/read", self.read)
         site.add("POST", "/api/tools/open", self.open)
-        site.add("POST", "/api/tasks/read", self.tasks)
+        site.add("POST", "/api/tasks/read", self.save_tasks)
 
     def read(self, pasted: PastedText) -> ServerList:
         """Show what pasted `mcpServers` would start or connect to. Start and save nothing."""
@@ -76,7 +76,7 @@ class WizardRoutes:
         path = str(self._save_text(pasted.text, "mcp.json"))
         return ServerTools(config=path, tools=await self._pool.ask("check", "tools", {"path": path}))
 
-    def tasks(self, pasted: PastedText) -> TaskPreview:
+    def save_tasks(self, pasted: PastedText) -> TaskPreview:
         """Read pasted or uploaded tasks (JSONL, JSON, CSV or one question per line) as a run would; save them."""
         syntax, text = _detect_format(pasted.text), pasted.text
         if syntax == "lines":  # the answer may follow after a tab
@@ -105,16 +105,16 @@ class WizardRoutes:
         except (ValueError, RecursionError) as error:
             raise ValueError(f'invalid JSON: {error}; paste {{"mcpServers": {{...}}}}') from None
         # Parsed as if read from its future path, so that the digests equal those of a run.
-        servers = parse_config(server_config, "the pasted text", self._text_folder(text))
+        servers = parse_config(server_config, "the pasted text", self._get_text_folder(text))
         text = "contains a secret, which would be saved to a file: write ${NAME}, and set that variable for tfactory ui"
         return servers, [f"{dotted(key)} {text}" for key, _ in iter_secrets(server_config)]
 
-    def _text_folder(self, text: str) -> Path:
+    def _get_text_folder(self, text: str) -> Path:
         """Return the folder for a pasted text, named by its digest, because the browser must not choose paths."""
         return self._folder / hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16]
 
     def _save_text(self, text: str, file_name: str) -> Path:
-        folder = self._text_folder(text)
+        folder = self._get_text_folder(text)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_atomically(folder / file_name, text)
         return folder / file_name

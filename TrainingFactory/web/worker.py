@@ -20,14 +20,15 @@ from TrainingFactory.web.form import Draft, read_draft
 
 ProgressCallback = Callable[[Any], None]
 # job -> module with the function of that name, which takes the job's arguments and a progress callback and returns JSON
-JOBS = dict.fromkeys(("credit", "doctor", "promote", "sample", "tools"), "TrainingFactory.web.worker")
-JOBS |= dict.fromkeys(("begin", "say"), "TrainingFactory.web.playing")
+JOB_MODULES = dict.fromkeys(("credit", "doctor", "promote", "sample", "tools"), "TrainingFactory.web.worker")
+JOB_MODULES |= dict.fromkeys(("begin", "say"), "TrainingFactory.web.playing")
 
 
 def answer(request: dict[str, Any], report: ProgressCallback) -> dict[str, Any]:
     """Run a job and return its result, or the text of a ValueError or OSError, which are usually a user's mistake."""
     try:
-        return {"ok": getattr(import_module(JOBS[request["job"]]), request["job"])(request["given"], report)}
+        run_job = getattr(import_module(JOB_MODULES[request["job"]]), request["job"])
+        return {"ok": run_job(request["given"], report)}
     except (ValueError, OSError) as error:
         return {"wrong": str(error)}
 
@@ -46,8 +47,8 @@ class ProgressWatcher(PlainLines):
 
 
 @lru_cache(maxsize=8)
-def find_index(run: Path) -> EpisodeIndex:
-    return EpisodeIndex(RunFolder(run))
+def find_index(run_folder: Path) -> EpisodeIndex:
+    return EpisodeIndex(RunFolder(run_folder))
 
 
 def credit(arguments: dict[str, Any], report: ProgressCallback) -> dict[str, Any]:

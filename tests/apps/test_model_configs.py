@@ -14,7 +14,7 @@ from tests.kits.families import BY_KEY
 from TrainingFactory.apps.doctor.examination import forecast
 from TrainingFactory.apps.plan.planning import RunPlanner
 from TrainingFactory.apps.plan.shapes import MODEL_CONFIGS, count_shape, find_shape, sampler_bytes
-from TrainingFactory.assembly.memory import mlp_width, state_bytes
+from TrainingFactory.assembly.memory import get_mlp_width, state_bytes
 from TrainingFactory.assembly.states import RecurrentSizes
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.learning.lora import add_lora
@@ -63,14 +63,14 @@ def test_local_mixture_of_experts(family: str, tmp_path: Path) -> None:
         adapted = add_lora(BY_KEY[family].build(), r=3, experts=experts)
         size = sum(weight.numel() for name, weight in adapted.named_parameters() if "lora_" in name)
         assert shape.adapter(3, experts) == size
-    assert shape.intermediate_size == mlp_width(model.config)
+    assert shape.intermediate_size == get_mlp_width(model.config)
 
 
 def test_width_of_the_mlp_counts_active_and_shared_experts() -> None:
     config = BY_KEY["glm4_moe"].config()  # 2 of 8 experts and a shared one, each 16 wide
-    assert mlp_width(config) == 3 * 16
-    assert mlp_width(BY_KEY["mixtral"].config()) == 2 * 48
-    assert mlp_width(BY_KEY["qwen3"].config()) == 48
+    assert get_mlp_width(config) == 3 * 16
+    assert get_mlp_width(BY_KEY["mixtral"].config()) == 2 * 48
+    assert get_mlp_width(BY_KEY["qwen3"].config()) == 48
 
 
 def test_plan_and_forecast_of_a_mixture_of_experts() -> None:

@@ -15,8 +15,8 @@ from TrainingFactory.apps.plan.shapes import (
     DENSE_MODEL_KEYS,
     FIGURES,
     ModelShape,
+    estimate_learner_bytes,
     find_shape,
-    learner_bytes,
     sampler_bytes,
 )
 from TrainingFactory.apps.plan.step_time import Costs, StepModel, expect_maximum
@@ -149,13 +149,13 @@ def test_weights_and_memory_are_those_of_a_real_model() -> None:
     assert shape.params == pytest.approx(real, rel=0.005)  # norms are left out
     config = TrainingConfig(training={"token_budget": 64})
     found = estimate_model_memory(config, loaded.model.bfloat16(), frozenset(), 512)
-    ours = learner_bytes(shape, config, frozenset(), 1)
+    ours = estimate_learner_bytes(shape, config, frozenset(), 1)
     for part in ("weights", "float32 copies", "gradients", "optimizer", "activations"):
         assert ours[part] == pytest.approx(found[part], rel=0.005)
     slots = config.sampling.slots + 1
     assert sampler_bytes(shape, 1, slots, 512)["cache"] == found["cache"]
     assert sampler_bytes(shape, 2, slots, 512)["cache"] == found["cache"] / 2
-    shards = learner_bytes(shape, config, frozenset({"reference"}), 4)
+    shards = estimate_learner_bytes(shape, config, frozenset({"reference"}), 4)
     for part, size in {"float32 copies": 4, "gradients": 4, "optimizer": 8}.items():
         assert shards[part] == pytest.approx(size * shape.params / 4)
     assert shards["reference model"] == 2 * shape.params / 4
@@ -176,7 +176,7 @@ def test_adapters_have_the_weights_that_peft_makes() -> None:
         find_shape("builtin:tiny", None),
     )
     ours, found = (
-        learner_bytes(shape, config, frozenset(), 1),
+        estimate_learner_bytes(shape, config, frozenset(), 1),
         estimate_model_memory(config, model, frozenset(), 512),
     )
     assert ours == pytest.approx({name: found[name] for name in ours}, rel=0.005)

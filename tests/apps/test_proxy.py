@@ -121,7 +121,7 @@ def test_rows_of_a_tree_train_every_sampled_token_once_and_end_with_the_last_tur
     assert order[0].turn.replies == order[1].replies == [more]
     trajectory = Trajectory(Task("t", "?"), "g", turns=[each.turn for each in order], reward=Reward(1.0))
     trajectory.tools = [ToolSpec("t", parameters={"properties": None})]
-    show.episode(trajectory, "an episode")
+    show.print_episode(trajectory, "an episode")
     shown = [
         text.split()[0] for text in capsys.readouterr().out.splitlines() if text.startswith(("ass", "row"))
     ]

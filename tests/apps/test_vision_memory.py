@@ -11,7 +11,7 @@ import torch
 from tests.kits.vision_models import FAMILIES, picture, save_vision_model, vision_model
 from TrainingFactory.apps.doctor.examination import examine, forecast
 from TrainingFactory.apps.plan.planning import RunPlanner
-from TrainingFactory.apps.plan.shapes import find_shape, learner_bytes
+from TrainingFactory.apps.plan.shapes import estimate_learner_bytes, find_shape
 from TrainingFactory.apps.plan.workload import workload_from_groups
 from TrainingFactory.assembly.memory import (
     activation_bytes,
@@ -184,8 +184,8 @@ def test_forecast_counts_the_tower(family: str, tmp_path: Path) -> None:
     assert "vision tower" not in blind.facts["model"] and "encoded images" not in blind.facts["memory"]
     shape = find_shape(str(tmp_path), None)
     train = TrainingConfig(model={"name": str(tmp_path), "vision": True, "train_tower": True})
-    extra = learner_bytes(shape, train, frozenset(), 1)["optimizer"]
-    assert extra - learner_bytes(shape, seen, frozenset(), 1)["optimizer"] == 8 * tower.num_weights
+    extra = estimate_learner_bytes(shape, train, frozenset(), 1)["optimizer"]
+    assert extra - estimate_learner_bytes(shape, seen, frozenset(), 1)["optimizer"] == 8 * tower.num_weights
     assert shape.params + tower.num_weights == pytest.approx(
         sum(weight.numel() for weight in model.parameters()), rel=0.02
     )

@@ -109,7 +109,7 @@ def test_mistakes_in_a_users_file(tfactory: Run, code: str, expected: str) -> No
     assert status == 2 and expected in err and "Traceback" not in out + err
 
 
-@pytest.mark.parametrize("screen", ["print", "show.console(stderr=False).print"])
+@pytest.mark.parametrize("screen", ["print", "show.make_console(stderr=False).print"])
 def test_a_reader_that_has_seen_enough(tmp_path: Path, screen: str) -> None:
     code = f"from TrainingFactory.cli import app, show; print = {screen}; "
     code += "app.app.command(lambda: [print('word ' * 9_000) for _ in range(9)] and 0, name='long'); "

@@ -143,7 +143,9 @@ def test_the_panel_plots_the_whole_run() -> None:
     console = Console(force_terminal=True, width=100, file=open(os.devnull, "w"), record=True)  # noqa: SIM115
     with Display(console=console) as panel:
         panel.phase("generate")
-        panel.earlier([{"step": 0, "eval/loss": 1.0}, *({"step": n, "loss": 9.0} for n in range(1, 150))])
+        panel.plot_earlier_steps(
+            [{"step": 0, "eval/loss": 1.0}, *({"step": n, "loss": 9.0} for n in range(1, 150))]
+        )
         for step in range(101, 201):  # the steps after 100 were cut back
             panel.step(step, 200, {"loss": 1.0})
     assert "█" * 20 + "▁" * 20 in console.export_text()

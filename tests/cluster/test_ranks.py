@@ -131,7 +131,7 @@ class Forked:
     pids: ClassVar[list[int]] = []
 
     def __init__(self, target: str, **_: Any) -> None:
-        assert target == ranks.SERVE
+        assert target == ranks.SERVE_FUNCTION
 
     async def ask(self, place: list[Any], _: None) -> None:
         self._process = fork(ranks.serve_started, place)

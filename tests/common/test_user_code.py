@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.kits.judge import episode
-from TrainingFactory.assembly.environment import environment_from_file
+from TrainingFactory.assembly.environment import load_environment_file
 from TrainingFactory.rewards.loading import load_reward
 
 BOTH = """
@@ -60,7 +60,7 @@ LATE = "def score(episode):\n    import late_one\n    return late_one.WORTH\n"
 def test_environment_and_reward_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     file = tmp_path / "both.py"
     file.write_text(BOTH)
-    mine: Any = environment_from_file(f"{file}:Mine")
+    mine: Any = load_environment_file(f"{file}:Mine")
     assert load_reward(f"{file}:kind").function(mine) == 1.0
     monkeypatch.chdir(tmp_path)
     assert [paid(f"{file}:score"), paid("both.py:score")] == [1.0, 2.0]  # the same list, by either name

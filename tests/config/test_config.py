@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from TrainingFactory.algorithms.correction import Correction
-from TrainingFactory.assembly.learner import importance_cap, make_algorithm
+from TrainingFactory.assembly.learner import compute_importance_cap, make_algorithm
 from TrainingFactory.assembly.rewards import check_reward
 from TrainingFactory.config import ConfigError, TrainingConfig, load_config
 from TrainingFactory.config.names import ALIASES, SHORT_KEYS
@@ -341,7 +341,7 @@ def test_what_the_learner_did_not_sample_is_weighted(sections: dict[str, Any], c
     sections["optimization"] = sections.get("optimization", {}) | {"importance_by": "sequence"}
     sections["optimization"] |= {"importance_mask": [0.5, 3]}
     config = TrainingConfig(**sections)
-    assert importance_cap(config) == cap
+    assert compute_importance_cap(config) == cap
     made: Any = make_algorithm(config)
     found = getattr(made, "correction", None)
     older = config.optimization.async_rollout

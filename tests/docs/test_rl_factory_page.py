@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.kits.cli import Run
 from tests.kits.docs import Page
-from TrainingFactory.assembly.environment import as_environment_factory, environment_from_file
+from TrainingFactory.assembly.environment import as_environment_factory, load_environment_file
 from TrainingFactory.config import load_config
 from TrainingFactory.data.tasks import load_tasks
 from TrainingFactory.data.trajectories import load_trajectories
@@ -40,7 +40,7 @@ def test_the_printed_environment_and_family_train(tfactory: Run) -> None:
         Message("assistant", tool_calls=[ToolCall("calculator", {"expression": "3*4"})]),
         Message("assistant", "<answer>12</answer>"),
     ]
-    environment = as_environment_factory(environment_from_file("my_env.py"), {"use_process_reward": True})(
+    environment = as_environment_factory(load_environment_file("my_env.py"), {"use_process_reward": True})(
         task, [calculator]
     )
     found = asyncio.run(play(environment, chat_format(tiny_tokenizer()), script))

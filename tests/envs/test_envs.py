@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.kits.rollout import FakeChat
-from TrainingFactory.assembly.environment import as_environment_factory, environment_from_file
+from TrainingFactory.assembly.environment import as_environment_factory, load_environment_file
 from TrainingFactory.envs import CalculatorEnvironment, SearchEnvironment, ToolEnvironment
 from TrainingFactory.envs.builtin.text2sql import Text2SqlEnvironment
 from TrainingFactory.models.words import NAMES, PLACES, THINGS
@@ -123,11 +123,11 @@ class SearchEnv(ToolEnvironment):
     path.write_text(text)
     says = r"SearchEnv has _compute_score_with_rules, get_step_reward as in RL-Factory.*`reward\(self, episode\)`"
     with pytest.raises(ValueError, match=says):
-        as_environment_factory(environment_from_file(str(path)))
+        as_environment_factory(load_environment_file(str(path)))
     path.write_text(
         text + "\n    def reward(self, episode):\n        return self._compute_score_with_rules(0, 0)[0][0]\n"
     )
-    assert as_environment_factory(environment_from_file(str(path))).__name__ == "SearchEnv"
+    assert as_environment_factory(load_environment_file(str(path))).__name__ == "SearchEnv"
 
 
 def test_tasks_must_come_from_somewhere():

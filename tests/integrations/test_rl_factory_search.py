@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from TrainingFactory.assembly.environment import environment_from_file, make_environment
+from TrainingFactory.assembly.environment import load_environment_file, make_environment
 from TrainingFactory.assembly.named_files import read_config
 from TrainingFactory.assembly.rewards import make_reward
 from TrainingFactory.assembly.run_tools import RunTools, with_tools
@@ -66,4 +66,4 @@ def test_search_and_answer_in_tags(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert scored(by_rules[2])[1] == {"em": 0.0, "f1": pytest.approx(2 / 3), "form": 0.0}
     assert [scored(each)[0] for each in by_env] == [1.0, 0.0, 0.0]
     assert scored(by_env[0])[2] == [0.0, 0.0]  # a call that can be read costs nothing
-    assert issubclass(environment_from_file(str(EXAMPLE / "search_env.py")), Env)
+    assert issubclass(load_environment_file(str(EXAMPLE / "search_env.py")), Env)

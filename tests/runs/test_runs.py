@@ -19,7 +19,7 @@ import yaml
 
 from tests.kits.run import Parity, Quiet, assert_same_run, brief, go_on, rows, small, train
 from TrainingFactory.assembly import trackers
-from TrainingFactory.assembly.rewards import reward_model_folder
+from TrainingFactory.assembly.rewards import find_reward_model_folder
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.evaluation.evaluation import load_run_reward, wilson_interval
@@ -248,8 +248,8 @@ def test_a_run_goes_on_with_the_reward_model_it_started_with(tmp_path: Path) -> 
     run = RunFolder(tmp_path / "a")
     again = Training(run.config, run=run, objects=UserObjects(environment=Parity), watcher=Quiet())
     again.run.unlock()
-    assert reward_model_folder(run.config) == model.path / "checkpoints" / "step-000002"
-    assert reward_model_folder(again.config) == model.path / "checkpoints" / "step-000001"
+    assert find_reward_model_folder(run.config) == model.path / "checkpoints" / "step-000002"
+    assert find_reward_model_folder(again.config) == model.path / "checkpoints" / "step-000001"
     scores = load_run_reward(run)  # an evaluation of the run
     assert scores is not None and scores.model == str(model.path / "checkpoints" / "step-000001")
     shutil.rmtree(model.path / "checkpoints" / "step-000001")
@@ -306,7 +306,7 @@ class Recorder:
         if step == 2:
             raise ConnectionError("the server is gone")
 
-    def episodes(self, step: int, episodes: Sequence[Trajectory]) -> None: ...
+    def log_episodes(self, step: int, episodes: Sequence[Trajectory]) -> None: ...
     def close(self) -> None: ...
 
 

@@ -16,7 +16,7 @@ import torch
 from tests.kits.engine import Turns, episode, grouped_prompts, play, sample_each, words, worst
 from tests.kits.families import BY_KEY
 from TrainingFactory.assembly.memory import cache_bytes, state_bytes
-from TrainingFactory.assembly.states import attention_layers, row_bytes
+from TrainingFactory.assembly.states import count_kv_layers, get_row_bytes
 from TrainingFactory.sampling import NativeEngine
 from TrainingFactory.sampling.cache.snapshots import EMPTY_STATE, Snapshots
 from TrainingFactory.types import SamplingParams, Weights
@@ -296,8 +296,8 @@ def test_the_estimate_of_states_is_their_size(key: str) -> None:
     config, slots = model.config.get_text_config(), 3
     runner = NativeEngine(model, slots=slots, max_length=64)._runner
     state = sum(shape.row_bytes for shape in runner.states.shapes)
-    assert row_bytes(config, 4) == state
-    assert attention_layers(config) == len(runner.shapes)
+    assert get_row_bytes(config, 4) == state
+    assert count_kv_layers(config) == len(runner.shapes)
     snapshots = runner.table.snapshots
     assert snapshots is not None and snapshots.num_rows == 3 * slots + 1
     shape = runner.shapes[0]

@@ -21,18 +21,18 @@ def check(draft: Draft, runs: Path = Path("runs")) -> form.DraftCheck:
 
 
 def test_every_option_is_there_with_its_help_and_default() -> None:
-    found = {option.key: option for section in form.options().sections for option in section.options}
+    found = {option.key: option for section in form.list_options().sections for option in section.options}
     keys = (".".join(key.split(".")[:2]) for key in map_fields(TrainingConfig))
     wanted = {key for key in keys if not key.startswith("tools.")} | {"tools"}
     assert found.keys() == wanted
     assert all(option.help for option in found.values())
-    given = form.flat_options(TrainingConfig())
+    given = form.flatten_options(TrainingConfig())
     assert {key: option.default for key, option in found.items()} == given
     assert found.keys() >= form.COMMON_OPTIONS
 
 
 def test_kinds_and_ranges_are_those_of_the_schema() -> None:
-    found = {option.key: option for section in form.options().sections for option in section.options}
+    found = {option.key: option for section in form.list_options().sections for option in section.options}
     rate, steps = found["training.learning_rate"], found["training.max_steps"]
     assert (rate.kind, rate.least, rate.above, rate.nullable) == ("number", 0, True, False)
     assert (steps.kind, steps.least, steps.nullable, steps.default) == ("integer", 1, True, None)
@@ -88,7 +88,7 @@ def test_options_override_the_text_and_secrets_stay_out() -> None:
 
 
 def test_starts_are_templates_and_runs(tmp_path: Path) -> None:
-    found = form.starting_points(tmp_path)
+    found = form.list_starting_points(tmp_path)
     assert "tiny_sft" in [each.name for each in found.templates] and all(
         each.what for each in found.templates
     )
@@ -157,5 +157,5 @@ def test_a_template_that_cannot_be_read_hides_no_other(
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "gone.yaml").symlink_to(tmp_path / "moved.yaml")
     monkeypatch.chdir(tmp_path)
-    found = {each.name: each.what for each in form.starting_points(tmp_path).templates}
+    found = {each.name: each.what for each in form.list_starting_points(tmp_path).templates}
     assert found["gone"].startswith("Cannot read") and "tiny_sft" in found

@@ -115,7 +115,7 @@ def test_tools_that_take_thousandths_are_named() -> None:
 
 
 def test_the_terminal_names_images(capsys: pytest.CaptureFixture[str]) -> None:
-    show.episode(seen_episode(), "an episode")
+    show.print_episode(seen_episode(), "an episode")
     printed = capsys.readouterr().out
     assert (
         f"look at [image 8x6 {A.digest[:8]}]and" in printed

@@ -86,7 +86,7 @@ def closed() -> Iterator[None]:
     yield
     while playing._conversations:
         asyncio.run_coroutine_threadsafe(
-            playing._conversations.popitem()[1].close(), playing._loop()
+            playing._conversations.popitem()[1].close(), playing._get_loop()
         ).result()
 
 
@@ -179,7 +179,7 @@ def test_seeds_and_limits_and_stopping(talk: Conversation) -> None:
 def test_a_conversation_that_the_process_does_not_know_any_more_goes_on(talk: Conversation) -> None:
     first = talk.say(talk.messages)
     closed = playing._conversations.pop(talk.given["id"])
-    asyncio.run_coroutine_threadsafe(closed.close(), playing._loop()).result()
+    asyncio.run_coroutine_threadsafe(closed.close(), playing._get_loop()).result()
     told = talk.say([*talk.messages, *first["messages"], {"role": "user", "content": "Omar?"}])
     assert told["written"] == "rewritten" and told["anew"] and told["status"] != "error"
 

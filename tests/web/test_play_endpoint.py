@@ -60,11 +60,11 @@ def end_process() -> None:
     """Forget what a worker process holds."""
     while playing._conversations:
         asyncio.run_coroutine_threadsafe(
-            playing._conversations.popitem()[1].close(), playing._loop()
+            playing._conversations.popitem()[1].close(), playing._get_loop()
         ).result()
     while play_endpoint._samplers:
         sampler = play_endpoint._samplers.popitem()[1]
-        asyncio.run_coroutine_threadsafe(sampler.close(), playing._loop()).result()
+        asyncio.run_coroutine_threadsafe(sampler.close(), playing._get_loop()).result()
 
 
 def write_options(teacher: Teacher, **options: Any) -> str:

@@ -19,7 +19,7 @@ from TrainingFactory.apps.plan.shapes import ModelShape, plan_shape, read_dense_
 from TrainingFactory.assembly import sampler as build_sampler
 from TrainingFactory.assembly.folding import make_folding
 from TrainingFactory.assembly.learner import make_algorithm, make_trainable
-from TrainingFactory.assembly.memory import device_bytes, estimate_model_memory
+from TrainingFactory.assembly.memory import estimate_device_bytes, estimate_model_memory
 from TrainingFactory.assembly.rewards import check_group_size, check_reward
 from TrainingFactory.assembly.router_check import measure_router_mismatch
 from TrainingFactory.assembly.trackers import check_trackers
@@ -110,7 +110,7 @@ def _estimate_shape(
     """Return the bytes of each part of a run, computed from the model's shape. `max_length` applies if the config sets
     none."""
     length, needs = config.model.max_length or max_length, make_algorithm(config).needs
-    return device_bytes(config, shape, shape.count_held(config), needs, length, shape.tower, images)
+    return estimate_device_bytes(config, shape, shape.count_held(config), needs, length, shape.tower, images)
 
 
 def _check_model_alone(diagnosis: Diagnosis, config: TrainingConfig) -> None:

@@ -13,7 +13,7 @@ import yaml
 
 from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.apps.plan.memory import with_changes
-from TrainingFactory.apps.plan.shapes import FIGURES, learner_bytes, plan_shape, sampler_bytes
+from TrainingFactory.apps.plan.shapes import FIGURES, estimate_learner_bytes, plan_shape, sampler_bytes
 from TrainingFactory.apps.plan.step_time import Costs, StepModel
 from TrainingFactory.apps.plan.workload import (
     draw_workload,
@@ -23,7 +23,7 @@ from TrainingFactory.apps.plan.workload import (
 )
 from TrainingFactory.assembly.learner import make_algorithm
 from TrainingFactory.assembly.memory import OPTIMIZER_BYTES
-from TrainingFactory.assembly.states import row_bytes
+from TrainingFactory.assembly.states import get_row_bytes
 from TrainingFactory.common.options import did_you_mean, nearest
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.models.tower_shape import ImageUse
@@ -150,7 +150,7 @@ class RunPlanner:
     def find_min_learners(self, config: TrainingConfig) -> int:
         """Return the smallest number of GPUs on which the learner fits; 1025 if it does not fit on 1024."""
         learner_bytes_by_count = (
-            sum(learner_bytes(self.shape, config, self.needs, n, self.images).values())
+            sum(estimate_learner_bytes(self.shape, config, self.needs, n, self.images).values())
             for n in range(1, 1025)
         )
         return next((n for n, size in enumerate(learner_bytes_by_count, 1) if size <= self.room), 1025)
@@ -166,7 +166,7 @@ class RunPlanner:
         trained_weights = shape.count_held(self.config).trained
         token_bytes = sampler_bytes(shape, width, 1, 1.0)
         read_seconds, token_seconds = token_bytes["weights"] / traffic, token_bytes["cache"] / traffic
-        state_seconds = 2 * row_bytes(shape, 2) / width / traffic  # read and written, whatever the context
+        state_seconds = 2 * get_row_bytes(shape, 2) / width / traffic  # read and written, at any context
         prefill_flops = flops * width * self["prefill_mfu"]
         prompt, num_tokens = self.episodes.prompt, self.episodes.length
         replies, context = float(np.mean(self.episodes.replies)), self.episodes.context
@@ -255,11 +255,11 @@ class RunPlanner:
             spare_bytes = (
                 self.room
                 - sampler_weights
-                - sum(learner_bytes(self.shape, config, self.needs, 1, self.images).values())
+                - sum(estimate_learner_bytes(self.shape, config, self.needs, 1, self.images).values())
             )
-        slot_bytes = sampler_bytes(self.shape, 1, 1, length)["cache"] + (1 + SNAPSHOTS_PER_SLOT) * row_bytes(
-            self.shape, 2
-        )
+        slot_bytes = sampler_bytes(self.shape, 1, 1, length)["cache"] + (
+            1 + SNAPSHOTS_PER_SLOT
+        ) * get_row_bytes(self.shape, 2)
         slots = min(config.sampling.slots, int(spare_bytes / slot_bytes))
         max_gpus = max(1, self.gpus - self.width)
         if slots < 1 or not min_gpus <= (learners or min_gpus) <= max_gpus:
@@ -281,7 +281,7 @@ class RunPlanner:
             "step_seconds": seconds, "bottleneck": bottleneck, "learners": best, "samplers": self.count_samplers(best),
             "gpus_per_sampler": self.width, "episodes_per_sampler": slots,
             "gpu_memory_gib": self["gpu_memory_gib"], "room_gib": self.room / GIB,
-            "learner_gib": bytes_to_gib(learner_bytes(self.shape, config, self.needs, best, self.images)),
+            "learner_gib": bytes_to_gib(estimate_learner_bytes(self.shape, config, self.needs, best, self.images)),
             "sampler_gib": bytes_to_gib(sampler_bytes(self.shape, self.width, slots, length)),
             "gpu_hours": self.gpus * (self["start_s"] + num_steps * seconds) / 3600,
             "advice": advice, "tokens_per_second": step_tokens / seconds, "step_seconds_without": seconds_without,

@@ -18,16 +18,16 @@ from TrainingFactory.assembly.memory import (
     active_experts,
     attention_widths,
     cache_bytes,
+    get_mlp_width,
     image_bytes,
-    mlp_width,
     state_bytes,
 )
 from TrainingFactory.assembly.states import (
     STATE_TYPES,
     RecurrentSizes,
-    attention_layers,
-    find_recurrent_layers,
-    recurrent_layer,
+    count_kv_layers,
+    count_recurrent_layers,
+    measure_recurrent_layer,
 )
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.models.names import SUPPORTED_MODELS, TINY_VL_ID, resolve_model_name
@@ -120,9 +120,9 @@ class ModelShape(NamedTuple):
         """Return the FLOPs of the layers for `num_tokens` tokens with a mean context of `context` tokens. The cost of a
         recurrent layer does not depend on the context."""
         weight_flops = 2 * self.layer_weights * self.num_hidden_layers
-        attention_flops = 4 * self.num_attention_heads * self.head_dim * context * attention_layers(self)
+        attention_flops = 4 * self.num_attention_heads * self.head_dim * context * count_kv_layers(self)
         return num_tokens * (
-            weight_flops + attention_flops + self.recurrent.flops * find_recurrent_layers(self)
+            weight_flops + attention_flops + self.recurrent.flops * count_recurrent_layers(self)
         )
 
     def encode(self, num_tokens: float) -> float:
@@ -193,9 +193,9 @@ def _count_shape(name: str, config_json: str) -> ModelShape:
     head_dim = query_width // text.num_attention_heads
     is_tied = bool(getattr(text, "tie_word_embeddings", False))
     return ModelShape(
-        name.rpartition("/")[2], text.num_hidden_layers, text.hidden_size, mlp_width(text), text.num_attention_heads,
-        max(1, key_width // head_dim), head_dim, text.vocab_size, is_tied, total_weights, total_weights - idle_weights,
-        *count_adapter_weights(model), *_read_recurrent_sizes(text),
+        name.rpartition("/")[2], text.num_hidden_layers, text.hidden_size, get_mlp_width(text),
+        text.num_attention_heads, max(1, key_width // head_dim), head_dim, text.vocab_size, is_tied, total_weights,
+        total_weights - idle_weights, *count_adapter_weights(model), *_read_recurrent_sizes(text),
     )  # fmt: skip
 
 
@@ -214,9 +214,9 @@ def plan_shape(config: TrainingConfig, size: str | None) -> ModelShape:
 
 def _read_recurrent_sizes(text_config: Any) -> tuple[tuple[str, ...], RecurrentSizes]:
     """Return the layer types of a hybrid model and the sizes of its recurrent layers; empty values for other models."""
-    if not find_recurrent_layers(text_config):
+    if not count_recurrent_layers(text_config):
         return (), RecurrentSizes()
-    return tuple(text_config.layer_types), recurrent_layer(text_config, 2)
+    return tuple(text_config.layer_types), measure_recurrent_layer(text_config, 2)
 
 
 def read_dense_shape(name: str, config: dict[str, Any]) -> ModelShape | None:
@@ -254,11 +254,13 @@ def _shape_from_config(name: str, model_config: dict[str, Any]) -> ModelShape:
     )
 
 
-def learner_bytes(
+def estimate_learner_bytes(
     shape: ModelShape, config: TrainingConfig, needs: Set[str], learners: int, images: ImageUse | None = None
 ) -> dict[str, float]:
     token_budget = config.training.token_budget
-    sizes = memory.learner_bytes(config, shape, shape.count_held(config), needs, learners, token_budget)
+    sizes = memory.estimate_learner_bytes(
+        config, shape, shape.count_held(config), needs, learners, token_budget
+    )
     if shape.tower is not None:
         images = images or ImageUse.largest(config.model.image_tokens)
         sizes |= image_bytes(config, shape.tower, images, token_budget, 2)
@@ -270,6 +272,6 @@ def sampler_bytes(shape: ModelShape, gpus: int, rows: int, length: float) -> dic
     recurrent states of a hybrid model are counted as in the native engine: the states of each row, its snapshots, and
     one row for padding."""
     sizes = {"weights": 2 * shape.params / gpus, "cache": cache_bytes(shape, rows - 1, 1, 2) * length / gpus}
-    if find_recurrent_layers(shape):
+    if count_recurrent_layers(shape):
         sizes["states"] = state_bytes(shape, rows, 2) / gpus
     return sizes
