@@ -22,7 +22,7 @@ def list_ids(*, as_json: Json = False) -> None:
     ```
     """
     from TrainingFactory.resolve import factories as project
-    from TrainingFactory.resolve.siblings import SIBLINGS
+    from TrainingFactory.resolve.siblings import SIBLING_FACTORIES
 
     targets = {
         kind: {
@@ -30,7 +30,7 @@ def list_ids(*, as_json: Json = False) -> None:
         }
         for kind, ids in project.read_entries().items()
     }
-    installed = {sibling.package: sibling.installed for sibling in SIBLINGS.values()}
+    installed = {sibling.package: sibling.installed for sibling in SIBLING_FACTORIES.values()}
     if as_json:
         print(json.dumps({"ids": targets, "installed": installed}, indent=2, ensure_ascii=False))
         return

@@ -14,7 +14,7 @@ from TrainingFactory.models.names import BUILTIN, resolve_model_name
 from TrainingFactory.registry.lineage import list_ancestors, origin, render_tree
 from TrainingFactory.registry.rows import Version
 
-UNKNOWN = "unknown"
+UNKNOWN_LICENCE = "unknown"
 
 
 def render_card(version: Version, evaluations: Sequence[dict[str, Any]], export_kind: str) -> str:
@@ -23,7 +23,7 @@ def render_card(version: Version, evaluations: Sequence[dict[str, Any]], export_
     licence, licence_source = find_licence(base)
     front_matter: dict[str, Any] = {"library_name": "peft" if export_kind == "adapter" else "transformers"}
     front_matter |= {"pipeline_tag": "text-generation", "tags": ["training-factory", *version.tags]}
-    if licence != UNKNOWN:
+    if licence != UNKNOWN_LICENCE:
         front_matter["license"] = licence
     if (hub_id := resolve_model_name(base)).count("/") == 1 and not base.startswith((".", "/", "~")):
         front_matter["base_model"] = hub_id
@@ -47,7 +47,7 @@ def find_licence(base_model: str) -> tuple[str, str]:
             licence = re.search(r"^license:\s*(\S+)", front_matter[1], re.MULTILINE)
             if licence:
                 return licence[1], f" (according to {readme.name} of {base_model})"
-    return UNKNOWN, f": see the model card of {base_model}"
+    return UNKNOWN_LICENCE, f": see the model card of {base_model}"
 
 
 def _find_cached_readme(model_name: str) -> Path | None:

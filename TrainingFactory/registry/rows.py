@@ -137,18 +137,18 @@ def write_evaluations(
 ) -> None:
     db.executemany(
         "INSERT INTO evaluations (model, number, record, who, created) VALUES (?, ?, ?, ?, ?)",
-        [(model, version_number, json.dumps(record), current_user(), utc_now()) for record in records],
+        [(model, version_number, json.dumps(record), get_user(), utc_now()) for record in records],
     )
 
 
 def write_decision(
-    db: sqlite3.Connection, model: str, alias: str | None, number: int | None, previous: int | None, kind: str,
+    db: sqlite3.Connection, model: str, alias: str | None, number: int | None, previous_number: int | None, kind: str,
     evidence: Any,
 ) -> None:  # fmt: skip
     db.execute(
         "INSERT INTO decisions (model, alias, number, was, kind, evidence, who, created) "
         "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-        (model, alias, number, previous, kind, json.dumps(evidence), current_user(), utc_now()),
+        (model, alias, number, previous_number, kind, json.dumps(evidence), get_user(), utc_now()),
     )
 
 
@@ -156,7 +156,7 @@ def utc_now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def current_user() -> str:
+def get_user() -> str:
     try:
         return f"{getpass.getuser()}@{socket.gethostname()}"
     except (OSError, KeyError):  # in containers, the user may have no name

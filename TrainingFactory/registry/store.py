@@ -61,11 +61,11 @@ class ModelStore:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def folder(self, digest: str) -> Path:
+    def get_model_folder(self, digest: str) -> Path:
         return self.path / digest
 
     @contextlib.contextmanager
-    def temporary_folder(self) -> Iterator[Path]:
+    def open_temporary_folder(self) -> Iterator[Path]:
         """Yield a new temporary folder, locked until it is renamed or removed. Enter this context in a transaction of
         the database."""
         self.path.mkdir(parents=True, exist_ok=True)
@@ -101,9 +101,9 @@ class ModelStore:
         in a transaction."""
         if not self.find_damage(digest):
             return
-        if os.path.lexists(self.folder(digest)):
-            os.rename(self.folder(digest), temp_folder.with_name(f".gone-{uuid4().hex}"))
-        os.rename(temp_folder, self.folder(digest))
+        if os.path.lexists(self.get_model_folder(digest)):
+            os.rename(self.get_model_folder(digest), temp_folder.with_name(f".gone-{uuid4().hex}"))
+        os.rename(temp_folder, self.get_model_folder(digest))
         sync(self.path)
 
     def sweep(self, used_digests: set[str]) -> int:
@@ -124,7 +124,7 @@ class ModelStore:
 
     def find_damage(self, digest: str) -> list[str]:
         """Return the problems of a stored model: missing, changed and unexpected files. Empty: it is intact."""
-        folder = self.folder(digest)
+        folder = self.get_model_folder(digest)
         try:
             problems = [f"{folder / name} is missing or changed" for name in modified_files(folder)]
             paths = sorted(folder.iterdir())

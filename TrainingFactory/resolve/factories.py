@@ -21,7 +21,7 @@ from TrainingFactory.config.problems import ConfigError, KeyLocations, Problem
 from TrainingFactory.config.schema import sections
 from TrainingFactory.data.datasets import find_builtin_dataset, is_path
 from TrainingFactory.data.disk import write_atomically
-from TrainingFactory.resolve.siblings import COMPUTE, DATA, SIBLINGS, Allocation, get_rows
+from TrainingFactory.resolve.siblings import COMPUTE, DATA_FACTORY, SIBLING_FACTORIES, Allocation, get_rows
 from TrainingFactory.training.dataset import UserObjects, read_objects
 
 IDS_FILE = "factories.yaml"
@@ -182,8 +182,8 @@ def with_dataset_rows(
 def _find_rows(option: str, dataset_id: str | None, notify: Notify) -> Any:
     if dataset_id is None or is_path(dataset_id) or Path(dataset_id).exists():
         return None
-    if (dataset := DATA.find_object(dataset_id)) is not None:
-        notify(f"data.{option} {dataset_id} is a dataset of {DATA.package}")
+    if (dataset := DATA_FACTORY.find_object(dataset_id)) is not None:
+        notify(f"data.{option} {dataset_id} is a dataset of {DATA_FACTORY.package}")
         return get_rows(dataset)
     if find_builtin_dataset(dataset_id) is not None:
         notify(f"data.{option} {dataset_id} is a small dataset that comes with TrainingFactory")
@@ -214,9 +214,9 @@ def with_allocation(config: TrainingConfig, allocation: Allocation | None, notif
     ValueError if the config asks for more GPUs than the allocation has."""
     if allocation is None:
         return config
-    num_gpus_, num_gpus = config.compute.num_gpus, allocation.num_gpus
-    if num_gpus_ is not None and num_gpus is not None and num_gpus_ > num_gpus:
-        raise ValueError(f"compute.num_gpus={num_gpus_}, but allocation {allocation.id} has {num_gpus} GPUs")
+    set_gpus, num_gpus = config.compute.num_gpus, allocation.num_gpus
+    if set_gpus is not None and num_gpus is not None and set_gpus > num_gpus:
+        raise ValueError(f"compute.num_gpus={set_gpus}, but allocation {allocation.id} has {num_gpus} GPUs")
     options = {"num_gpus": num_gpus, "backend": allocation.backend}
     entry = TrainingConfig(compute={key: value for key, value in options.items() if value is not None})
     config_ = _fill_unset(config, entry, ())
@@ -226,7 +226,7 @@ def with_allocation(config: TrainingConfig, allocation: Allocation | None, notif
 
 
 @contextmanager
-def listing_searched_places(kind: str) -> Iterator[None]:
+def add_searched_places(kind: str) -> Iterator[None]:
     """Add the other places that were searched to the error for an unknown name raised in the block."""
     try:
         yield
@@ -239,7 +239,7 @@ def make_id_error(kind: str, name: str, last_error: object) -> ValueError:
     hint = did_you_mean(nearest(name, read_entries()[kind], cutoff=0.5))
     reason = f"not under {kind}{hint}" if Path(IDS_FILE).is_file() else "no such file in this folder"
     note = f"in {IDS_FILE} ({reason})"
-    if sibling := SIBLINGS.get(kind):
+    if sibling := SIBLING_FACTORIES.get(kind):
         reason = "unknown id" if sibling.installed else "not installed"
         note += f" and in {sibling.package} ({reason})"
     return ValueError(f"{last_error}\nAlso searched for {name!r} {note}. See {find_docs('FACTORIES.md')}")

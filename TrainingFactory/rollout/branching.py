@@ -78,7 +78,7 @@ class PathBudget:
     """Budget of one path through a tree of forked episodes: its shares of the task's `max_episodes` and `max_tokens`,
     and its number of forks so far."""
 
-    leaves: int | None  # leaves that the path may still end in; None: no limit
+    max_leaves: int | None  # leaves that the path may still end in; None: no limit
     tokens: int | None  # sampled tokens left
     forks: int = 0  # so far
     num_counted_turns: int = 0  # turns whose tokens are subtracted
@@ -89,17 +89,17 @@ class PathBudget:
             self.tokens -= sum(len(turn.completion.token_ids) for turn in turns[self.num_counted_turns :])
         self.num_counted_turns = len(turns)
 
-    def allows(self, continuations: int, turn_tokens: int) -> bool:
+    def allows(self, num_continuations: int, turn_tokens: int) -> bool:
         """Return whether the remaining budget gives each of the `continuations` one episode and `turn_tokens`
         tokens."""
-        has_episodes = self.leaves is None or self.leaves >= continuations
-        return has_episodes and (self.tokens is None or self.tokens >= continuations * turn_tokens)
+        has_episodes = self.max_leaves is None or self.max_leaves >= num_continuations
+        return has_episodes and (self.tokens is None or self.tokens >= num_continuations * turn_tokens)
 
     def divide(self, n: int) -> list[PathBudget]:
         """Return one budget per continuation of a fork: an equal share of the remaining episodes and tokens."""
         return [
             PathBudget(
-                share(self.leaves, n, i), share(self.tokens, n, i), self.forks + 1, self.num_counted_turns
+                share(self.max_leaves, n, i), share(self.tokens, n, i), self.forks + 1, self.num_counted_turns
             )
             for i in range(n)
         ]

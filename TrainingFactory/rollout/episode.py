@@ -210,7 +210,7 @@ class EpisodeRun:
             self.session_closed_at = time.perf_counter()
             self.session.close()
 
-    def episode(self) -> OpenEpisode | None:
+    def make_open_episode(self) -> OpenEpisode | None:
         """Return the reward function's input; None if the episode failed, because then it cannot be scored."""
         trajectory, environment = self.trajectory, self.environment
         if environment is None or trajectory.status in ("error", "tool_failure") or not trajectory.turns:
@@ -262,7 +262,7 @@ class EpisodeRun:
         """Return the prompt of the next turn, and the kind of its fold (None: the prompt is not folded)."""
         if self.context is None:
             if len(ids) > rules.limit:
-                raise _Stop("error", folding.first_prompt_error(len(ids), rules))
+                raise _Stop("error", folding.format_first_prompt_error(len(ids), rules))
             self.context = folding.Context.begin(self.trajectory.prompt, ids)
             return ids, None
         self.context.add(self.trajectory.turns[-1])
@@ -279,7 +279,7 @@ class EpisodeRun:
                     raise _Stop("truncated", folding.too_long_error(len(folded_ids), self.max_length, rules))
                 return folded_ids, rules.fold
         if len(ids) >= self.max_length:
-            error_text = folding.no_fold_error(len(ids), self.max_length, self.context.folds, rules)
+            error_text = folding.format_no_fold_error(len(ids), self.max_length, self.context.folds, rules)
             raise _Stop("truncated", error_text)
         return ids, None
 
@@ -292,7 +292,7 @@ class EpisodeRun:
         with _TEMPLATE_CODE:
             ids = await in_thread(folding.render_request, last_turn, settings.template, self.rules.chat)
         if len(ids) >= self.max_length:
-            raise _Stop("truncated", folding.no_room_error(len(ids), self.max_length, settings))
+            raise _Stop("truncated", folding.format_no_room_error(len(ids), self.max_length, settings))
         turn = await self._sample_turn(ids, settings.summary_tokens)
         turn.summary = True
         turn.message.tool_calls.clear()  # nothing executes them
@@ -376,7 +376,7 @@ class EpisodeRun:
     async def _score_episode(self) -> None:
         trajectory = self.trajectory
         try:
-            if (episode := self.episode()) is None:
+            if (episode := self.make_open_episode()) is None:
                 return
             with episode.executor.measure("reward"):
                 score_coroutine = score(episode, self.rules.reward)

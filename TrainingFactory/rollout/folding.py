@@ -24,7 +24,7 @@ SUMMARY_REQUEST = (
     "facts and results that the task still needs, and the next step. Do not call a tool."
 )
 SUMMARY_TITLE = "Summary of the conversation so far:"
-PLACEHOLDER = "[result removed]"
+RESULT_PLACEHOLDER = "[result removed]"
 TASK_LOST = "fold/task_lost"  # signal of the first turn after a fold that removed the user's task
 
 
@@ -38,7 +38,7 @@ class Folding:
     max_folds: int = 16  # per episode
     summary_tokens: int = 256
     template: str = SUMMARY_REQUEST  # asks the model for a summary
-    placeholder: str = PLACEHOLDER  # replaces a tool result
+    placeholder: str = RESULT_PLACEHOLDER  # replaces a tool result
     function: FoldFunction | None = None
 
 
@@ -266,7 +266,7 @@ def _check_turns(turns: Sequence[ContextTurn], function: str) -> None:
             )
 
 
-def first_prompt_error(size: int, folding: Folding) -> str:
+def format_first_prompt_error(size: int, folding: Folding) -> str:
     return (
         f"{KEY}.limit is {folding.limit}, but the first prompt already has {size} tokens: raise the limit above the "
         "prompt with its tools, or shorten the prompt"
@@ -278,14 +278,14 @@ def too_long_error(size: int, max_length: int, folding: Folding) -> str:
     return f"the prompt has {size} tokens after folding ({option}), but model.max_length is {max_length}"
 
 
-def no_fold_error(size: int, max_length: int, folds: int, folding: Folding) -> str:
+def format_no_fold_error(size: int, max_length: int, folds: int, folding: Folding) -> str:
     reason = (
         "nothing more can be removed" if folds < folding.max_folds else f"{KEY}.max_folds={folds} is reached"
     )
     return f"the prompt has {size} tokens, model.max_length is {max_length}, and {reason} ({KEY}.fold={folding.fold})"
 
 
-def no_room_error(size: int, max_length: int, folding: Folding) -> str:
+def format_no_room_error(size: int, max_length: int, folding: Folding) -> str:
     return (
         f"the prompt with the request for a summary has {size} tokens, but model.max_length is {max_length}: lower "
         f"{KEY}.limit ({folding.limit}), so that the last tool result and the summary fit below it"

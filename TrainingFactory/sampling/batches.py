@@ -8,7 +8,7 @@ from typing import Generic, NamedTuple
 import numpy as np
 
 from TrainingFactory.sampling.picking import Data
-from TrainingFactory.sampling.planning import EMPTY, StepPlan
+from TrainingFactory.sampling.planning import NO_IDS, StepPlan
 from TrainingFactory.sampling.twins import TwinRows
 
 
@@ -91,10 +91,10 @@ def make_step_inputs(
     chunk. `rope` [N, 3] are the rotary positions, empty if they equal the token positions."""
     if twin_rows is not None and len(rope):
         rope = rope[twin_rows.is_leader]
-    rest = *pad_indices(fed), *pad_indices(counts), rope.T.ravel(), EMPTY
+    rest = *pad_indices(fed), *pad_indices(counts), rope.T.ravel(), NO_IDS
     logit_tokens = batch.logit_tokens
     if twin_rows is None:
-        return StepInputs(batch.tokens, batch.positions, cache_positions, logit_tokens, EMPTY, EMPTY, *rest)
+        return StepInputs(batch.tokens, batch.positions, cache_positions, logit_tokens, NO_IDS, NO_IDS, *rest)
     keep, logit_rows = np.unique(twin_rows.source_tokens[logit_tokens], return_inverse=True)
     tokens, positions = batch.tokens[twin_rows.is_leader], batch.positions[twin_rows.is_leader]
     return StepInputs(tokens, positions, cache_positions, keep, twin_rows.source_tokens, logit_rows, *rest)
@@ -115,7 +115,7 @@ def pad_indices(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return two index arrays for padding rows of `counts` tokens to [rows, longest]: the token at each padded
     position, flattened, and the padded position of each token. Both are empty if all rows have the same length."""
     if not len(counts) or (counts == counts[0]).all():
-        return EMPTY, EMPTY
+        return NO_IDS, NO_IDS
     columns = np.arange(counts.max())
     starts = counts.cumsum() - counts
     pad = starts[:, None] + np.minimum(columns, counts[:, None] - 1)

@@ -62,7 +62,7 @@ class AsyncRunner(Runner):
         if fused.can_attend(self.shapes):
             self._kernels = kernels
             model_type = self.model.config.get_text_config().model_type
-            self._fused_class_of = fused.REPLACEMENTS.get(model_type)
+            self._get_fused_class = fused.FUSED_CLASS_GETTERS.get(model_type)
             self.refresh()
 
     def refresh(self) -> None:
@@ -83,7 +83,7 @@ class AsyncRunner(Runner):
             if self._kernels is None:
                 raise
             log.warning("Sampling without the fused GPU kernels, which is slower: %s", error)
-            self._kernels = self._fused_class_of = None
+            self._kernels = self._get_fused_class = None
             self.refresh()
             super()._compare_logits()
 
@@ -94,7 +94,7 @@ class AsyncRunner(Runner):
     def _add_kernel_inputs(self, step: StepContext, positions: torch.Tensor) -> StepContext:
         if self._kernels is not None:
             step.attend, step.positions, zero = self._kernels.attend, positions, self._positions[:1]
-            step.rows = Tiles(1, 1) if step.num_dense else None
+            step.row_tiles = Tiles(1, 1) if step.num_dense else None
             step.pieces = (
                 None if step.num_dense else Tiles(len(positions), 1, positions, zero, zero + len(positions))
             )
@@ -144,7 +144,7 @@ class AsyncRunner(Runner):
         if self._kernels is None:
             return super()._feed_tokens(plan, cache, dense_end, chunk_end)
         kernels, table, shape = self._kernels, self.table, self.shapes[0]
-        layout = plan_tiles(plan, table, shape.num_queries // shape.heads)
+        layout = plan_tiles(plan, table, shape.num_queries // shape.num_key_heads)
         batch = flatten_plan(table, plan, 0, layout)
         draws, images = make_draw_inputs(table, batch), dict[str, Any]()
         dense = plan.rows * (plan.span or 1)
@@ -158,7 +158,7 @@ class AsyncRunner(Runner):
         legs = [(first_inputs, draws)]
         if is_recorded and plan.may_run_twice and plan.rows:
             legs.append(self._make_second_leg(plan, batch, is_scaled=draws.temperature is not None))
-        chunks = self._chunk_rows(plan, dense) if self.states.shapes else []
+        chunks = self._make_chunk_rows(plan, dense) if self.states.shapes else []
 
         def run_step(tensors: list[torch.Tensor]) -> torch.Tensor:
             tensor_iterator, leg_samples = iter(tensors), []

@@ -24,7 +24,7 @@ import torch
 
 from TrainingFactory.common.image_tokens import VIRTUAL, find_image
 from TrainingFactory.sampling.batches import SampledTokens
-from TrainingFactory.sampling.cache.view import get_causal_lm, model_error, routes_tokens
+from TrainingFactory.sampling.cache.view import get_causal_lm, make_error, routes_tokens
 from TrainingFactory.sampling.compaction import exchange_slots, find_exchanges
 from TrainingFactory.sampling.drafts import CONTEXT_TOKENS, DraftTable
 from TrainingFactory.sampling.flights import AsyncRunner, InFlightStep
@@ -99,10 +99,10 @@ class NativeEngine:
         causal = get_causal_lm(model)
         if deterministic and routes_tokens(causal):
             reason = "the batches of its experts depend on timing, so it has no deterministic mode"
-            raise model_error(causal.config.model_type, reason)
+            raise make_error(causal.config.model_type, reason)
         if deterministic and vision is not None and vision.sees_whole_images:
             reason = "its image tokens see later ones, so it has no deterministic mode with images"
-            raise model_error(causal.config.model_type, reason)
+            raise make_error(causal.config.model_type, reason)
         on_cuda = causal.device.type == "cuda"
         rope_of = vision.rope if vision is not None and vision.has_rope else None
         self._table = SlotTable(slots, max_length, deterministic=deterministic, rope_of=rope_of)
@@ -362,13 +362,13 @@ class NativeEngine:
         if flight is not None:
             self._record_sampled(self._runner.land(flight))
 
-    def _count_step(self, plan: StepPlan, legs: int = 1) -> None:
+    def _count_step(self, plan: StepPlan, num_legs: int = 1) -> None:
         stats = self.stats
         stats.prefilled += int(plan.counts.sum())
         stats.guessed += int(plan.guess_counts.sum())
-        stats.forwards += legs
-        stats.decodes += legs if plan.rows else 0
-        stats.rows += (plan.rows if plan.feeds_unused else len(plan.dense)) * legs
+        stats.forwards += num_legs
+        stats.decodes += num_legs if plan.rows else 0
+        stats.rows += (plan.rows if plan.feeds_unused else len(plan.dense)) * num_legs
 
     def _record_sampled(self, sampled: SampledTokens) -> None:
         """Write the sampled tokens to the slot table, and deliver the completions of finished turns."""

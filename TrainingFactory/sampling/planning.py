@@ -11,7 +11,7 @@ from TrainingFactory.sampling.drafts import CONTEXT_TOKENS, DraftTable
 from TrainingFactory.sampling.gpu.graphs import SPANS, choose_span, round_up_rows
 from TrainingFactory.sampling.table import CHUNK, SlotTable
 
-EMPTY = np.zeros(0, np.int64)
+NO_IDS = np.zeros(0, np.int64)
 PIECES = (64, 512, 2048)  # numbers of chunk tokens with a CUDA graph, if the GPU kernels run the forward
 GUESSED_TOKENS = 512  # most dense tokens of a forward with guesses
 
@@ -25,11 +25,11 @@ class StepPlan:
     rows: int = 0  # R, dense rows including unused ones
     feeds_unused: bool = False  # feed unused rows too, so that shapes recur
     guesses: np.ndarray | None = None  # [D, most] further tokens: the rest of a reply, or draft tokens
-    guess_counts: np.ndarray = field(default_factory=lambda: EMPTY)  # [D] how many of them to feed
+    guess_counts: np.ndarray = field(default_factory=lambda: NO_IDS)  # [D] how many of them to feed
     span: int = 0  # tokens that every row feeds, so that shapes recur; 0: as many as each row has
     # [P] slots that feed a chunk, in ascending order.
-    slots: np.ndarray = field(default_factory=lambda: EMPTY)
-    counts: np.ndarray = field(default_factory=lambda: EMPTY)  # [P] tokens of each chunk
+    slots: np.ndarray = field(default_factory=lambda: NO_IDS)
+    counts: np.ndarray = field(default_factory=lambda: NO_IDS)  # [P] tokens of each chunk
     may_run_twice: bool = False  # the launch may feed a sampled token at once and sample a second one
 
 
@@ -64,7 +64,7 @@ class StepPlanner:
             waiting_tokens = (table.chunked[prefill_queue] - table.stored[prefill_queue]).sum()
             budget = min(budget, next((limit for limit in PIECES[1:] if waiting_tokens <= 2 * limit), budget))
         for slot in prefill_queue[table.used[prefill_queue].argsort(kind="stable")].tolist():
-            count = min(table.chunk_end(slot) - int(table.stored[slot]), budget)
+            count = min(table.find_chunk_end(slot) - int(table.stored[slot]), budget)
             if self.keeps_images_whole:
                 stored = int(table.stored[slot])
                 count = (

@@ -26,16 +26,16 @@ from TrainingFactory.sampling.cache.pages import PAGE, CachePages
 from TrainingFactory.sampling.cache.states import ModelStates, StateCache, StateRows, chunk_rows, dense_rows
 from TrainingFactory.sampling.cache.store import LayerShape, PagedCache, get_free_memory, list_windows
 from TrainingFactory.sampling.cache.view import (
-    ATTENTION,
+    ATTENTION_NAME,
     check_model,
     find_cached_layers,
+    make_error,
     make_view,
-    model_error,
 )
 from TrainingFactory.sampling.flattening import apply_draws, flatten_plan, make_draw_inputs, select_rope
 from TrainingFactory.sampling.gpu.graphs import DecodeGraphs, to_device
 from TrainingFactory.sampling.picking import DrawInputs, pick
-from TrainingFactory.sampling.planning import EMPTY, StepPlan
+from TrainingFactory.sampling.planning import NO_IDS, StepPlan
 from TrainingFactory.sampling.sizing import round_up, size_cache, size_states
 from TrainingFactory.sampling.table import CHUNK, SlotTable
 from TrainingFactory.sampling.twins import TwinRows, find_twins
@@ -61,7 +61,7 @@ class Runner:
         self.vocabulary: int = embeddings.num_embeddings
         self.device: torch.device = embeddings.weight.device
         self.model_type = model.config.model_type
-        self._fused_class_of: Callable[[torch.nn.Module], type[torch.nn.Module] | None] | None = None
+        self._get_fused_class: Callable[[torch.nn.Module], type[torch.nn.Module] | None] | None = None
         self.states = ModelStates()  # of recurrent layers
         self.refresh()
         self.shapes = self._probe_layer_shapes()
@@ -91,7 +91,7 @@ class Runner:
 
     def refresh(self) -> None:
         """Rebuild the view of the model, because the model's adapters or modules may have changed."""
-        self.view = make_view(self.model, ATTENTION, self._fused_class_of)
+        self.view = make_view(self.model, ATTENTION_NAME, self._get_fused_class)
         self.states.attach(self.view)
         self._weights_moved = True  # the addresses in CUDA graphs may be stale
 
@@ -103,7 +103,7 @@ class Runner:
         cached_layers = find_cached_layers(self.model)
         recorded_layers = {shape.layer for shape in (*step.shapes, *self.states.shapes)}
         if not step.shapes or recorded_layers != cached_layers:
-            raise model_error(
+            raise make_error(
                 self.model_type,
                 f"{len(step.shapes)} of its {len(cached_layers)} layers use the attention interface, and "
                 f"{len(self.states.shapes)} are recurrent",
@@ -138,7 +138,7 @@ class Runner:
         exact = None if self.dtype == torch.float32 else _compute_float32_logits(eager_model, ids)
         own_error = 0.0 if exact is None else _measure_error(expected, exact)
         if exact is None or not _measure_error(engine_logits, exact) < min(2 * own_error, 0.5):
-            raise model_error(
+            raise make_error(
                 self.model_type, f"its logits through the slot cache are off by {error:.1%} of their spread"
             )
 
@@ -232,13 +232,13 @@ class Runner:
         if self.states.cache is not None:
             dense = batch.slots[: int(batch.fed_counts.sum())]
             dense_states = [dense_rows(dense, self.table.slots, self.device)] if len(dense) else []
-            self.states.begin(self.states.cache, [*dense_states, *self._chunk_rows(plan, len(dense))])
+            self.states.begin(self.states.cache, [*dense_states, *self._make_chunk_rows(plan, len(dense))])
         rows, fed_counts = slice(0, plan.rows), batch.fed_counts
         if not plan.feeds_unused:
             rows, fed_counts = cover_slots(leader_plan.dense, batch.fed_counts[leader_plan.dense])
         chunks, counts = cover_slots(leader_plan.slots, leader_plan.counts)
-        rope = EMPTY if self.table.rope_of is None else select_rope(self.table, batch.slots, batch.positions)
-        arrays = make_step_inputs(batch, self._cache_positions(batch), twin_rows, fed_counts, counts, rope)
+        rope = NO_IDS if self.table.rope_of is None else select_rope(self.table, batch.slots, batch.positions)
+        arrays = make_step_inputs(batch, self._locate_tokens(batch), twin_rows, fed_counts, counts, rope)
         images: dict[str, Any] = {}
         if self.vision is not None:
             if self.vision.sees_whole_images:
@@ -276,7 +276,7 @@ class Runner:
             self._latest_tokens[batch.rows[batch.is_used]] = samples[0, batch.is_used].long()
         return samples
 
-    def _chunk_rows(self, plan: StepPlan, num_dense: int) -> list[StateRows]:
+    def _make_chunk_rows(self, plan: StepPlan, num_dense: int) -> list[StateRows]:
         """Return the rows that recurrent layers prefill. They begin after `num_dense` tokens of decoding rows."""
         positions = self.table.stored[plan.slots]
         first_token = int(positions[0]) % CHUNK if self.table.deterministic and len(positions) else num_dense
@@ -284,7 +284,7 @@ class Runner:
 
     def _make_graph_inputs(
         self, tokens: np.ndarray, slots: np.ndarray, positions: np.ndarray, dense: int, rows: np.ndarray,
-        is_used: np.ndarray, logit_tokens: np.ndarray = EMPTY,
+        is_used: np.ndarray, logit_tokens: np.ndarray = NO_IDS,
     ) -> GraphInputs[np.ndarray]:  # fmt: skip
         """Return the inputs of a forward that feeds the tokens [N] to `slots` [N] and draws for the slots `rows` [M].
         The first `dense` tokens belong to decoding rows."""
@@ -292,12 +292,12 @@ class Runner:
         cache_positions = table.pages.locate(slots, positions).ravel()
         target_slots = np.where(is_used, rows, table.slots)
         rope = (
-            EMPTY
+            NO_IDS
             if table.rope_of is None
             else select_rope(self.table, slots, positions).T.ravel().astype(np.int64)
         )
         inputs = GraphInputs(
-            tokens, positions, cache_positions, logit_tokens, target_slots, rope, EMPTY, EMPTY
+            tokens, positions, cache_positions, logit_tokens, target_slots, rope, NO_IDS, NO_IDS
         )
         if not self.states.shapes:
             return inputs
@@ -381,7 +381,7 @@ class Runner:
             self._graphs.drop_stale_graphs(self.model, [*tensors, *cache.tables])
             self._weights_moved = False
 
-    def _cache_positions(self, batch: FlatBatch) -> np.ndarray:
+    def _locate_tokens(self, batch: FlatBatch) -> np.ndarray:
         return self.table.pages.locate(batch.slots, batch.positions).ravel()
 
     def _make_attention_part(

@@ -192,10 +192,10 @@ class SlotTable:
         self.snapshots.stops[slot].add(position)
         return True
 
-    def chunk_end(self, slot: int) -> int:
+    def find_chunk_end(self, slot: int) -> int:
         """Return the end of the chunk that the slot prefills next, if the token budget has room for all of it."""
         end = int(self.chunked[slot])
-        return end if self.snapshots is None else self.snapshots.next_stop(slot, int(self.stored[slot]), end)
+        return end if self.snapshots is None else self.snapshots.find_stop(slot, int(self.stored[slot]), end)
 
     def _continue_in_slot(
         self, request: SamplingRequest, slot: int, length: int, *, is_continuation: bool = False
@@ -222,7 +222,7 @@ class SlotTable:
         request could reuse from each slot."""
         session_slot = request.session_slot
         length = len(request.prompt) + MARGIN
-        num_pages = self.pages.pages(length)
+        num_pages = self.pages.count_pages(length)
         if not self._make_room(num_pages - shared // PAGE + 1, session_slot, [source]):
             # No running turn will release pages, so place the request without the shared prefix.
             if self.running.any() or not self._make_room(num_pages, session_slot, []):
@@ -293,14 +293,14 @@ class SlotTable:
         """Free `num_pages` pages by releasing slots outside `kept_slots`. Return False if that is impossible."""
         if self.pages.fixed or self.pages.num_free >= num_pages:
             return True
-        closed_slots = np.flatnonzero(self.free & (self.pages.held_pages() > 0))
+        closed_slots = np.flatnonzero(self.free & (self.pages.count_held_pages() > 0))
         for slot in closed_slots[self.used[closed_slots].argsort()].tolist():
             if slot not in kept_slots:
                 self._release_slot(slot)
             if self.pages.num_free >= num_pages:
                 return True
         youngest_first = self._find_younger(session_slot, kept_slots)
-        if self.pages.num_free + int(self.pages.held_pages()[youngest_first].sum()) < num_pages:
+        if self.pages.num_free + int(self.pages.count_held_pages()[youngest_first].sum()) < num_pages:
             return False
         for slot in youngest_first:
             self._preempt_slot(slot)
@@ -347,7 +347,7 @@ class SlotTable:
         """Reserve pages for the next tokens of all running slots. Preempt the youngest sessions if pages run out."""
         if self.pages.fixed:
             return
-        capacity = self.pages.capacity()
+        capacity = self.pages.count_reserved_tokens()
         is_short = np.minimum(self.lengths + MARGIN, self.max_length) > capacity
         if not (is_short & self.running).any():
             return
@@ -433,7 +433,7 @@ class SlotTable:
             is_copyable = (self.copyable[slots] == old_lengths) & (old_lengths < self.chunked[slots])
             stored_lengths = np.where(is_copyable, stored_lengths, self.copyable[slots])
         self.copyable[slots] = stored_lengths
-        self.pages.leave_window(slots, self.stored[slots])
+        self.pages.release_outside_window(slots, self.stored[slots])
         if self.snapshots is not None and any(self.snapshots.stops):
             self.snapshots.take_due(slots, self.stored, self.copyable)
 

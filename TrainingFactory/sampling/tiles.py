@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from TrainingFactory.sampling.cache.attention import StepContext, Tiles
-from TrainingFactory.sampling.planning import EMPTY, PIECES, StepPlan
+from TrainingFactory.sampling.planning import NO_IDS, PIECES, StepPlan
 from TrainingFactory.sampling.table import SlotTable
 
 MIN_SAVED_SHARE = 0.5  # smallest fraction of key reads that groups must save,
@@ -46,17 +46,17 @@ class TileLayout:
         """Set the tiles of `step` from `tensors`, the device copies of `arrays`."""
         tensor_iterator = iter(tensors)
         if plan.rows:
-            step.rows = Tiles(plan.span or 1, plan.rows)
+            step.row_tiles = Tiles(plan.span or 1, plan.rows)
         if self.pieces:
             step.pieces = Tiles(self.tokens, self.pieces, *islice(tensor_iterator, len(TileArrays._fields)))
-        if self.groups and step.rows is not None:
+        if self.groups and step.row_tiles is not None:
             step.groups = Tiles(self.tokens, self.groups, *islice(tensor_iterator, len(TileArrays._fields)))
-            step.rows.begins = next(tensor_iterator)
+            step.row_tiles.begins = next(tensor_iterator)
 
 
-def plan_tiles(plan: StepPlan, table: SlotTable, heads: int) -> TileLayout:
+def plan_tiles(plan: StepPlan, table: SlotTable, num_heads: int) -> TileLayout:
     """Return the layout of a plan. `heads` is the number of query heads per key head."""
-    tile_tokens, num_dense = max(1, QUERIES // heads), plan.rows * (plan.span or 1)
+    tile_tokens, num_dense = max(1, QUERIES // num_heads), plan.rows * (plan.span or 1)
     layout = TileLayout(int(plan.counts.sum()), 0, 0, tile_tokens, [])
     if len(plan.slots):
         chunk_tiles = _make_chunk_tiles(plan, num_dense, tile_tokens)
@@ -117,7 +117,7 @@ def _make_group_tiles(plan: StepPlan, table: SlotTable, tokens: int) -> tuple[Ti
     saved_tokens = table.head[rows].sum() - table.head[leaders].sum()
     min_saved = min(MIN_SAVED_SHARE * table.stored[dense].sum(), MIN_SAVED_TOKENS)
     if saved_tokens < min_saved or len(leaders) > plan.rows // 2:
-        return None, EMPTY
+        return None, NO_IDS
     members = np.full((len(leaders), tokens), -1)
     members[tile_index, offsets] = rows
     begins = np.zeros(plan.rows, np.int64)

@@ -10,7 +10,7 @@ from TrainingFactory.apps.views import registry as views
 from TrainingFactory.apps.views import shapes
 from TrainingFactory.common.http.api import ApiError
 from TrainingFactory.common.http.site import Events, Site
-from TrainingFactory.registry.catalogue import Catalogue, registry_path
+from TrainingFactory.registry.catalogue import Catalogue, get_registry_path
 from TrainingFactory.web.pool import Pool
 
 
@@ -36,7 +36,7 @@ class SuiteList(BaseModel):
 
 class RegistryRoutes:
     def __init__(self, site: Site, runs: Path, pool: Pool) -> None:
-        self._runs, self._pool, self._catalogue = runs, pool, Catalogue(registry_path(runs))
+        self._runs, self._pool, self._catalogue = runs, pool, Catalogue(get_registry_path(runs))
         site.add("GET", "/api/models", self.models)
         site.add("GET", "/api/models/{name}/{number}", self.version)
         site.add("GET", "/api/compare", self.compare)

@@ -239,7 +239,7 @@ async def test_pages_that_have_left_the_window_are_released() -> None:
 
 def test_latent_attention_caches_the_compressed_vectors() -> None:
     engine = NativeEngine(family("deepseek_v3"), slots=2, max_length=64)
-    assert {(shape.heads, shape.key_size, shape.is_latent) for shape in engine._runner.shapes} == {
+    assert {(shape.num_key_heads, shape.key_size, shape.is_latent) for shape in engine._runner.shapes} == {
         (1, 24, True)
     }
     assert engine._runner.shapes[0].token_bytes == 24 * 4

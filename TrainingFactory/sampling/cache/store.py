@@ -19,7 +19,7 @@ class LayerShape:
     """Shape and properties of an attention layer's keys and values, which the engine's probe run records."""
 
     num_queries: int  # query heads
-    heads: int
+    num_key_heads: int
     key_size: int
     value_size: int
     dtype: torch.dtype
@@ -38,7 +38,7 @@ class LayerShape:
     @property
     def token_bytes(self) -> int:
         num_values = self.key_size if self.is_latent else self.key_size + self.value_size
-        return 0 if self.source_layer is not None else self.heads * num_values * self.dtype.itemsize
+        return 0 if self.source_layer is not None else self.num_key_heads * num_values * self.dtype.itemsize
 
 
 @dataclass(slots=True)
@@ -85,11 +85,11 @@ class PagedCache:
                 continue
             table = windows.index(shape.window)
             num_pages = pages.tables[table].num_pages + 1
-            keys = _make_zeros((num_pages, PAGE, shape.heads, shape.key_size), shape)
+            keys = _make_zeros((num_pages, PAGE, shape.num_key_heads, shape.key_size), shape)
             values = (
                 keys[..., : shape.value_size]
                 if shape.is_latent
-                else _make_zeros((num_pages, PAGE, shape.heads, shape.value_size), shape)
+                else _make_zeros((num_pages, PAGE, shape.num_key_heads, shape.value_size), shape)
             )
             self.layers.append(LayerCache(keys, values, table, shape))
             self.by_layer[shape.layer] = self.layers[-1]
