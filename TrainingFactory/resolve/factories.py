@@ -214,9 +214,11 @@ def with_allocation(config: TrainingConfig, allocation: Allocation | None, notif
     ValueError if the config asks for more GPUs than the allocation has."""
     if allocation is None:
         return config
-    set_gpus, num_gpus = config.compute.num_gpus, allocation.num_gpus
-    if set_gpus is not None and num_gpus is not None and set_gpus > num_gpus:
-        raise ValueError(f"compute.num_gpus={set_gpus}, but allocation {allocation.id} has {num_gpus} GPUs")
+    config_gpus, num_gpus = config.compute.num_gpus, allocation.num_gpus
+    if config_gpus is not None and num_gpus is not None and config_gpus > num_gpus:
+        raise ValueError(
+            f"compute.num_gpus={config_gpus}, but allocation {allocation.id} has {num_gpus} GPUs"
+        )
     options = {"num_gpus": num_gpus, "backend": allocation.backend}
     entry = TrainingConfig(compute={key: value for key, value in options.items() if value is not None})
     config_ = _fill_unset(config, entry, ())

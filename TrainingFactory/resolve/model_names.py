@@ -182,9 +182,8 @@ def with_original_model(run: TrainedBy, config: TrainingConfig | None = None) ->
     origin = run.run_info.get(MODEL_KEY) or {}
     original_config = _with_model_options(config or run.config, origin.get("meant", {}))
     model = original_config.model
-    if (
-        resolve_model_name(model.name) in BUILTINS and origin.get("drawn_by") is None
-    ):  # started before version 0.2
+    # Started before version 0.2.
+    if resolve_model_name(model.name) in BUILTINS and origin.get("drawn_by") is None:
         return _with_model_options(
             original_config,
             {"revision": f"{TORCH_SEED_PREFIX}{(model.revision or '0').removeprefix(TORCH_SEED_PREFIX)}"},

@@ -8,7 +8,7 @@ from typing import Generic, NamedTuple
 import numpy as np
 
 from TrainingFactory.sampling.picking import Data
-from TrainingFactory.sampling.planning import NO_IDS, StepPlan
+from TrainingFactory.sampling.planning import EMPTY, StepPlan
 from TrainingFactory.sampling.twins import TwinRows
 
 
@@ -54,9 +54,8 @@ class GraphInputs(NamedTuple, Generic[Data]):
     logit_tokens: Data  # [M] tokens whose logits are drawn from; empty in the second leg: all
     target_slots: Data  # [M] slot whose latest token the draw becomes; `table.slots`: the draw is not used
     rope: Data  # [3 * N] rotary positions; empty if they are `positions`
-    state_slots: (
-        Data  # [R] rows of the state cache of the dense rows; `table.slots`: padding; empty without states
-    )
+    # [R] rows of the state cache of the dense rows; `table.slots`: padding; empty without states
+    state_slots: Data
     stops: Data  # [M * K] stop tokens of each draw's slot; empty without states
 
     def without_effects(self, unused_slot: int) -> GraphInputs[np.ndarray]:
@@ -91,10 +90,10 @@ def make_step_inputs(
     chunk. `rope` [N, 3] are the rotary positions, empty if they equal the token positions."""
     if twin_rows is not None and len(rope):
         rope = rope[twin_rows.is_leader]
-    rest = *pad_indices(fed), *pad_indices(counts), rope.T.ravel(), NO_IDS
+    rest = *pad_indices(fed), *pad_indices(counts), rope.T.ravel(), EMPTY
     logit_tokens = batch.logit_tokens
     if twin_rows is None:
-        return StepInputs(batch.tokens, batch.positions, cache_positions, logit_tokens, NO_IDS, NO_IDS, *rest)
+        return StepInputs(batch.tokens, batch.positions, cache_positions, logit_tokens, EMPTY, EMPTY, *rest)
     keep, logit_rows = np.unique(twin_rows.source_tokens[logit_tokens], return_inverse=True)
     tokens, positions = batch.tokens[twin_rows.is_leader], batch.positions[twin_rows.is_leader]
     return StepInputs(tokens, positions, cache_positions, keep, twin_rows.source_tokens, logit_rows, *rest)
@@ -115,7 +114,7 @@ def pad_indices(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return two index arrays for padding rows of `counts` tokens to [rows, longest]: the token at each padded
     position, flattened, and the padded position of each token. Both are empty if all rows have the same length."""
     if not len(counts) or (counts == counts[0]).all():
-        return NO_IDS, NO_IDS
+        return EMPTY, EMPTY
     columns = np.arange(counts.max())
     starts = counts.cumsum() - counts
     pad = starts[:, None] + np.minimum(columns, counts[:, None] - 1)

@@ -37,9 +37,8 @@ if TYPE_CHECKING:
     from TrainingFactory.models.vision import Vision
 
 COMPACT_AFTER = 3  # consecutive steps with fewer than half of the rows in use
-MAX_STEPS_AHEAD = (
-    16  # consecutive steps launched ahead before one waits, to check whether drafts are available
-)
+# Consecutive steps launched ahead before one waits, to check whether drafts are available.
+MAX_STEPS_AHEAD = 16
 
 
 class NativeSession:
@@ -124,9 +123,8 @@ class NativeEngine:
         self._flight: InFlightStep | None = None  # the launched step whose tokens have not been fetched
         self._steps_ahead = 0  # steps launched ahead since one waited; negative: drafts are worth waiting for
         self.policy_version = 0
-        self.max_length = (
-            self._table.max_length
-        )  # less than requested if the cache holds no sequence of that length
+        # Less than requested if the cache holds no sequence of that length.
+        self.max_length = self._table.max_length
         self.sessions = 0  # currently open
         self.stats = self._table.stats
         self._deterministic = deterministic
@@ -135,9 +133,8 @@ class NativeEngine:
         self._lock = threading.RLock()  # the garbage collector may close a session in a thread that has it
         self._inbox: deque[SamplingRequest | SessionSlot] = deque()
         self._is_working = False
-        self._on_idle: Callable[[], object] | None = (
-            None  # hold new turns, and call this once when no turn runs
-        )
+        # Hold new turns, and call this once when no turn runs.
+        self._on_idle: Callable[[], object] | None = None
         # Used by the worker only.
         self._waiting_requests: deque[SamplingRequest] = deque()
         self._sparse_steps = 0  # consecutive steps with fewer than half of the rows in use

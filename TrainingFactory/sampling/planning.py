@@ -11,7 +11,7 @@ from TrainingFactory.sampling.drafts import CONTEXT_TOKENS, DraftTable
 from TrainingFactory.sampling.gpu.graphs import SPANS, choose_span, round_up_rows
 from TrainingFactory.sampling.table import CHUNK, SlotTable
 
-NO_IDS = np.zeros(0, np.int64)
+EMPTY = np.zeros(0, np.int64)
 PIECES = (64, 512, 2048)  # numbers of chunk tokens with a CUDA graph, if the GPU kernels run the forward
 GUESSED_TOKENS = 512  # most dense tokens of a forward with guesses
 
@@ -25,11 +25,11 @@ class StepPlan:
     rows: int = 0  # R, dense rows including unused ones
     feeds_unused: bool = False  # feed unused rows too, so that shapes recur
     guesses: np.ndarray | None = None  # [D, most] further tokens: the rest of a reply, or draft tokens
-    guess_counts: np.ndarray = field(default_factory=lambda: NO_IDS)  # [D] how many of them to feed
+    guess_counts: np.ndarray = field(default_factory=lambda: EMPTY)  # [D] how many of them to feed
     span: int = 0  # tokens that every row feeds, so that shapes recur; 0: as many as each row has
     # [P] slots that feed a chunk, in ascending order.
-    slots: np.ndarray = field(default_factory=lambda: NO_IDS)
-    counts: np.ndarray = field(default_factory=lambda: NO_IDS)  # [P] tokens of each chunk
+    slots: np.ndarray = field(default_factory=lambda: EMPTY)
+    counts: np.ndarray = field(default_factory=lambda: EMPTY)  # [P] tokens of each chunk
     may_run_twice: bool = False  # the launch may feed a sampled token at once and sample a second one
 
 
@@ -67,9 +67,8 @@ class StepPlanner:
             count = min(table.find_chunk_end(slot) - int(table.stored[slot]), budget)
             if self.keeps_images_whole:
                 stored = int(table.stored[slot])
-                count = (
-                    find_image_end(table.ids[slot, : table.chunked[slot]], stored, stored + count) - stored
-                )
+                known_ids = table.ids[slot, : table.chunked[slot]]
+                count = find_image_end(known_ids, stored, stored + count) - stored
             num_tokens = sum(counts) + count if self.tiled else (len(chunk_slots) + 1) * max(max_count, count)
             if chunk_slots and num_tokens > budget:
                 continue
@@ -121,9 +120,8 @@ class StepPlanner:
         """Replace the guesses of a row by its known tokens that the cache lacks."""
         stored_lengths = self.table.stored[dense]
         for row in np.flatnonzero(stored_lengths + 1 < known_lengths):
-            unsent_ids = self.table.ids[dense[row], stored_lengths[row] + 1 : known_lengths[row]][
-                : guesses.shape[1]
-            ]
+            unsent_ids = self.table.ids[dense[row], stored_lengths[row] + 1 : known_lengths[row]]
+            unsent_ids = unsent_ids[: guesses.shape[1]]
             guesses[row, : len(unsent_ids)] = unsent_ids
             guess_counts[row] = len(unsent_ids)
 

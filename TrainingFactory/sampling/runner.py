@@ -35,7 +35,7 @@ from TrainingFactory.sampling.cache.view import (
 from TrainingFactory.sampling.flattening import apply_draws, flatten_plan, make_draw_inputs, select_rope
 from TrainingFactory.sampling.gpu.graphs import DecodeGraphs, to_device
 from TrainingFactory.sampling.picking import DrawInputs, pick
-from TrainingFactory.sampling.planning import NO_IDS, StepPlan
+from TrainingFactory.sampling.planning import EMPTY, StepPlan
 from TrainingFactory.sampling.sizing import round_up, size_cache, size_states
 from TrainingFactory.sampling.table import CHUNK, SlotTable
 from TrainingFactory.sampling.twins import TwinRows, find_twins
@@ -79,9 +79,8 @@ class Runner:
         self.launches_ahead = False  # steps are launched before the tokens of the previous step are known
         self._prefix_lengths: dict[tuple[int, bytes], int] = {}
         self._latest_tokens = torch.zeros(table.slots + 1, dtype=torch.long, device=self.device)  # by slot
-        self._has_ended = torch.zeros(
-            table.slots + 1, dtype=torch.bool, device=self.device
-        )  # `_latest_tokens` follows a stop
+        # By slot: whether `_latest_tokens` follows a stop.
+        self._has_ended = torch.zeros(table.slots + 1, dtype=torch.bool, device=self.device)
         self._graphs = DecodeGraphs(self.device) if self.device.type == "cuda" else None
         self._choose_kernels()
         self._compare_logits()
@@ -237,7 +236,7 @@ class Runner:
         if not plan.feeds_unused:
             rows, fed_counts = cover_slots(leader_plan.dense, batch.fed_counts[leader_plan.dense])
         chunks, counts = cover_slots(leader_plan.slots, leader_plan.counts)
-        rope = NO_IDS if self.table.rope_of is None else select_rope(self.table, batch.slots, batch.positions)
+        rope = EMPTY if self.table.rope_of is None else select_rope(self.table, batch.slots, batch.positions)
         arrays = make_step_inputs(batch, self._locate_tokens(batch), twin_rows, fed_counts, counts, rope)
         images: dict[str, Any] = {}
         if self.vision is not None:
@@ -284,20 +283,18 @@ class Runner:
 
     def _make_graph_inputs(
         self, tokens: np.ndarray, slots: np.ndarray, positions: np.ndarray, dense: int, rows: np.ndarray,
-        is_used: np.ndarray, logit_tokens: np.ndarray = NO_IDS,
+        is_used: np.ndarray, logit_tokens: np.ndarray = EMPTY,
     ) -> GraphInputs[np.ndarray]:  # fmt: skip
         """Return the inputs of a forward that feeds the tokens [N] to `slots` [N] and draws for the slots `rows` [M].
         The first `dense` tokens belong to decoding rows."""
         table = self.table
         cache_positions = table.pages.locate(slots, positions).ravel()
         target_slots = np.where(is_used, rows, table.slots)
-        rope = (
-            NO_IDS
-            if table.rope_of is None
-            else select_rope(self.table, slots, positions).T.ravel().astype(np.int64)
-        )
+        rope = EMPTY
+        if table.rope_of is not None:
+            rope = select_rope(table, slots, positions).T.ravel().astype(np.int64)
         inputs = GraphInputs(
-            tokens, positions, cache_positions, logit_tokens, target_slots, rope, NO_IDS, NO_IDS
+            tokens, positions, cache_positions, logit_tokens, target_slots, rope, EMPTY, EMPTY
         )
         if not self.states.shapes:
             return inputs

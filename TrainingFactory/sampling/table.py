@@ -147,9 +147,8 @@ class SlotTable:
             return self._continue_in_slot(request, current_slot, stored_length, is_continuation=True)
         if current_slot is None and not self.deterministic and self.snapshots is None:
             # A session that began with this prompt and has it in the cache: no other prefix is longer.
-            has_prompt = (
-                self.prompt_hashes == self.marks(request.prompt, np.arange(num_tokens + 1)).sum()
-            ) & (self.copyable >= num_tokens)
+            prompt_hash = self.marks(request.prompt, np.arange(num_tokens + 1)).sum()
+            has_prompt = (self.prompt_hashes == prompt_hash) & (self.copyable >= num_tokens)
             prefixes = self.pages.usable(np.where(has_prompt, num_tokens, 0))
             if prefixes.any():
                 return self._share_prefix(request, int(prefixes.argmax()), num_tokens, prefixes)
@@ -176,9 +175,8 @@ class SlotTable:
         if self.snapshots is not None and (missed_tokens := int(available.max()) - num_shared) > 0:
             self.stats.recomputed += missed_tokens
             if missed_tokens >= WAIT_FOR:
-                self._pause_prefill_at(
-                    self._get_request_slot(request), num_shared + missed_tokens
-                )  # for the next prompt with this prefix
+                # For the next prompt with this prefix.
+                self._pause_prefill_at(self._get_request_slot(request), num_shared + missed_tokens)
         return True
 
     def _pause_prefill_at(self, slot: int, position: int) -> bool:

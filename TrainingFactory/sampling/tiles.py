@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from TrainingFactory.sampling.cache.attention import StepContext, Tiles
-from TrainingFactory.sampling.planning import NO_IDS, PIECES, StepPlan
+from TrainingFactory.sampling.planning import EMPTY, PIECES, StepPlan
 from TrainingFactory.sampling.table import SlotTable
 
 MIN_SAVED_SHARE = 0.5  # smallest fraction of key reads that groups must save,
@@ -64,9 +64,8 @@ def plan_tiles(plan: StepPlan, table: SlotTable, num_heads: int) -> TileLayout:
         max_tokens = 2 * max(layout.chunk_tokens, PIECES[1])  # larger sizes would waste too much on padding
         sizes = [size for size in PIECES if layout.chunk_tokens <= size < max_tokens]
         usable_sizes = [size for size in sizes if layout.pieces <= size // 8]
-        usable_sizes = (
-            [] if table.snapshots is not None else usable_sizes
-        )  # recurrent layers prefill each length by itself
+        if table.snapshots is not None:  # recurrent layers prefill each length by itself
+            usable_sizes = []
         if usable_sizes:
             layout.chunk_tokens, layout.pieces = usable_sizes[0], usable_sizes[0] // 8
         layout.is_recorded = bool(usable_sizes)
@@ -117,7 +116,7 @@ def _make_group_tiles(plan: StepPlan, table: SlotTable, tokens: int) -> tuple[Ti
     saved_tokens = table.head[rows].sum() - table.head[leaders].sum()
     min_saved = min(MIN_SAVED_SHARE * table.stored[dense].sum(), MIN_SAVED_TOKENS)
     if saved_tokens < min_saved or len(leaders) > plan.rows // 2:
-        return None, NO_IDS
+        return None, EMPTY
     members = np.full((len(leaders), tokens), -1)
     members[tile_index, offsets] = rows
     begins = np.zeros(plan.rows, np.int64)

@@ -21,9 +21,8 @@ from TrainingFactory.sampling.cache.latent import absorb_keys, expand_values, is
 from TrainingFactory.sampling.cache.store import LayerCache, LayerShape, PagedCache
 from TrainingFactory.sampling.cache.view import ATTENTION_NAME, make_error
 
-MakeMask = Callable[
-    [torch.Tensor, int, int | None], torch.Tensor
-]  # of positions [P, T], a width and a window
+# Of positions [P, T], a width and a window.
+MakeMask = Callable[[torch.Tensor, int, int | None], torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -105,10 +104,8 @@ def compute_part_attention(
     q = query[0].transpose(0, 1).unflatten(1, (layer.keys.shape[2], -1))  # [n, Hkv, G, d]
     shape = layer.shape
     trunk_length = part.trunk if shape.is_plain else 0
-    k, v = (
-        cache.gather(layer, states, part.slots, trunk_length, part.width).transpose(
-            1, 2
-        )  # [P, Hkv, width - trunk, d]
+    k, v = (  # [P, Hkv, width - trunk, d]
+        cache.gather(layer, states, part.slots, trunk_length, part.width).transpose(1, 2)
         for states in (layer.keys, layer.values)
     )
     mask = part.get_mask(q.shape[2], shape.window)[..., trunk_length:]

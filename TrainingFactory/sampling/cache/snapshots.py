@@ -31,9 +31,8 @@ class Snapshots:
     def clear(self) -> None:
         """Drop all snapshots and pending copies."""
         self.rows_at: list[dict[int, int]] = [{} for _ in range(self.num_slots)]  # state's row by position
-        self.stops: list[set[int]] = [
-            set() for _ in range(self.num_slots)
-        ]  # where prefilling pauses for a snapshot
+        # Positions at which prefilling pauses for a snapshot.
+        self.stops: list[set[int]] = [set() for _ in range(self.num_slots)]
         self.row_copies: list[tuple[int, int]] = []  # source and target rows, to copy in this order
         self._slots_of: dict[int, set[int]] = {}  # slots of each snapshot, the least recently used one first
         self._free = list(range(self.num_slots + 1, self.num_rows))

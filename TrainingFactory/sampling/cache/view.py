@@ -103,9 +103,8 @@ def make_view(
         # The dict of parameters is shared, so that parameters replaced by the learner are replaced here too. The
         # dict of buffers is not: a forward may replace rotary tables, and here they are inference tensors.
         view_module.__dict__.update(module.__dict__)
-        view_module.__dict__.pop(
-            "forward", None
-        )  # wrappers such as Accelerate's are bound to the learner's modules
+        # Wrappers such as Accelerate's are bound to the learner's modules.
+        view_module.__dict__.pop("forward", None)
         view_module.__dict__["_buffers"] = dict(module._buffers)
         view_module.__dict__["training"] = False
         view_module.__dict__["plain_class"] = module.__class__

@@ -316,9 +316,8 @@ def attend(
     dense = step.num_dense
     if step.row_tiles is not None:
         rows, group_tiles = step.row_tiles, step.groups
-        if (
-            layer.shape.window is not None
-        ):  # a row's window has its own begin, and other rows may have released it
+        # A row's window has its own begin, and other rows may have released it.
+        if layer.shape.window is not None:
             rows, group_tiles = replace(rows, begins=None), None
         programs = layer.keys.shape[2] * rows.num_tiles
         splits = min(8, triton.next_power_of_2(triton.cdiv(PROGRAMS, programs))) if programs < PROGRAMS else 1
