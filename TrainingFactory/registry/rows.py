@@ -18,8 +18,10 @@ from TrainingFactory.common.texts import format_message
 from TrainingFactory.models.names import SUPPORTED_MODELS
 from TrainingFactory.registry.lineage import RUN_KEYS, LineageNode, list_ancestors
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-VERSION_NAME = re.compile(rf"(?P<model>{NAME.pattern})(:(?P<number>\d+)|@(?P<alias>{NAME.pattern}))?")
+NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+VERSION_NAME = re.compile(
+    rf"(?P<model>{NAME_PATTERN.pattern})(:(?P<number>\d+)|@(?P<alias>{NAME_PATTERN.pattern}))?"
+)
 DIGEST_PATTERN = re.compile(r"[0-9a-f]{64}")
 # Names of checkpoints and versions, invalid as aliases.
 RESERVED_ALIASES = re.compile(r"step-\d+|best|last|latest|\d+")
@@ -51,8 +53,8 @@ class Version:
 
 def check_name(name: str, subject: str = "model") -> None:
     """Raise ValueError if `name` is not valid for a registered model or an alias; `subject` is "model" or "alias"."""
-    if not NAME.fullmatch(name):
-        raise ValueError(f"invalid {subject} name {name!r}: it must match {NAME.pattern}")
+    if not NAME_PATTERN.fullmatch(name):
+        raise ValueError(f"invalid {subject} name {name!r}: it must match {NAME_PATTERN.pattern}")
     if subject == "alias" and RESERVED_ALIASES.fullmatch(name):
         raise ValueError(f"invalid alias {name!r}: reserved for versions and checkpoints. Choose another")
     if subject == "model" and name.lower() in SUPPORTED_MODELS:

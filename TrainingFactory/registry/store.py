@@ -32,9 +32,9 @@ except ImportError:  # Windows: without a lock, folders being written look like 
 
 # Files of a checkpoint that do not belong to the model; PEFT writes an empty README.md.
 EXCLUDED = (*TRAINING_STATE_FILES, "learner.json", "state.json", CHECKSUM_FILE, "README.md")
-WEIGHTS = ".safetensors"
+WEIGHTS_SUFFIX = ".safetensors"
 DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
-MODEL_SUFFIXES = (WEIGHTS, ".json", ".txt", ".model", ".jinja", ".tiktoken")
+MODEL_SUFFIXES = (WEIGHTS_SUFFIX, ".json", ".txt", ".model", ".jinja", ".tiktoken")
 
 
 def list_model_files(folder: Path) -> list[Path]:
@@ -148,8 +148,10 @@ def read_model_checksums(folder: Path) -> dict[str, str]:
             f"{folder} is damaged: {', '.join(damaged_files)}: missing or different from {CHECKSUM_FILE}"
         )
     files = list_model_files(folder)
-    if not any(path.suffix == WEIGHTS for path in files):
-        raise ValueError(f"{folder} has no {WEIGHTS} weights. Convert the model: other formats can run code")
+    if not any(path.suffix == WEIGHTS_SUFFIX for path in files):
+        raise ValueError(
+            f"{folder} has no {WEIGHTS_SUFFIX} weights. Convert the model: other formats can run code"
+        )
     root = folder.resolve()
     allowed_folders = [root, root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [root]
     for path in files:

@@ -59,7 +59,7 @@ def read_entries() -> EntriesByKind:
                         problems.append(dataclasses.replace(problem, key=(kind, str(name), *inner_key)))
     template = "refers to {!r}, which is itself an id in this file. Write the target of that id"
     for kind, ids in configs.items():
-        targets = {name: target_of(kind, config) for name, config in ids.items()}
+        targets = {name: describe_target(kind, config) for name, config in ids.items()}
         chained_ids = {name: target for name, target in targets.items() if target != name and target in ids}
         problems += [Problem((kind, name), template.format(target)) for name, target in chained_ids.items()]
     if problems:
@@ -101,13 +101,13 @@ def parse_entry(kind: str, entry: Any) -> TrainingConfig:
     if not entry.keys() & {"tools", *sections()}:
         entry = {section: dict(entry)}
     config = TrainingConfig(**entry)
-    if target_of(kind, config) is None and not (kind == "environments" and config.tools):
+    if describe_target(kind, config) is None and not (kind == "environments" and config.tools):
         example = "be a mapping such as {num_gpus: 8}" if kind == "compute" else f"set {section}.{key}"
         raise ConfigError([Problem((), f"must {example}")])
     return config
 
 
-def target_of(kind: str, config: TrainingConfig) -> str | None:
+def describe_target(kind: str, config: TrainingConfig) -> str | None:
     """Return the target of a factories.yaml entry as one line; None for an environment that has only tools."""
     if kind == "compute":
         section = config.compute
@@ -139,7 +139,7 @@ def resolve_ids(config: TrainingConfig, notify: Notify = lambda _: None) -> Trai
             if id_ not in entries[kind]:
                 continue
             entry = entries[kind][id_]
-            target = target_of(kind, entry)
+            target = describe_target(kind, entry)
             config = _fill_unset(config, entry, id_keys)
             if kind != "compute":  # a resumed run looks its allocation up again
                 config = _set_options(config, section, {key: target})

@@ -46,7 +46,11 @@ def flatten_plan(table: SlotTable, plan: StepPlan, trunk: int, layout: TileLayou
         positions[chunk_range], token_slots[chunk_range] = stored_lengths, slots
     logit_rows = _find_logit_rows(table, plan, fed_counts, row_starts)
     if layout is not None:  # pad the rows of logits to the graph's shape; without a graph, draw at least once
-        num_rows = int(fed_counts.sum()) + layout.pieces if layout.is_recorded else max(1, len(logit_rows[0]))
+        num_rows = (
+            int(fed_counts.sum()) + layout.num_chunk_tiles
+            if layout.is_recorded
+            else max(1, len(logit_rows[0]))
+        )
         logit_rows = [pad_to(array, num_rows) for array in logit_rows]
     return FlatBatch(tokens, positions, token_slots, fed_counts, *logit_rows)
 

@@ -95,7 +95,7 @@ class AsyncRunner(Runner):
         if self._kernels is not None:
             step.attend, step.positions, zero = self._kernels.attend, positions, self._positions[:1]
             step.row_tiles = Tiles(1, 1) if step.num_dense else None
-            step.pieces = (
+            step.chunk_tiles = (
                 None if step.num_dense else Tiles(len(positions), 1, positions, zero, zero + len(positions))
             )
         return step
@@ -170,7 +170,7 @@ class AsyncRunner(Runner):
                 context.attend, context.positions = kernels.attend, inputs.positions
                 layout.assign_tensors(context, plan, tiles)
                 has_chunks = len(plan.slots) and not leg_index
-                context.pieces = context.pieces if has_chunks else None
+                context.chunk_tiles = context.chunk_tiles if has_chunks else None
                 ids = self._fill_in_flight_tokens(inputs.tokens)
                 keep = inputs.logit_tokens if has_chunks else 0
                 self._prepare_states(inputs, chunks if has_chunks else ())

@@ -40,41 +40,43 @@ class SlotTable:
         self.stats = EngineStats()
         self.resize(slots, max_length)
 
-    def resize(self, slots: int, max_length: int) -> None:
+    def resize(self, num_slots: int, max_length: int) -> None:
         """Set the number of slots and the longest sequence. No session may be open."""
-        self.slots, self.max_length = slots, max_length
+        self.slots, self.max_length = num_slots, max_length
         per_slot = -(-max_length // PAGE)
-        self.pages = CachePages(slots, max_length, [None], [slots * per_slot], fixed=True)
+        self.pages = CachePages(num_slots, max_length, [None], [num_slots * per_slot], fixed=True)
         self.snapshots: Snapshots | None = None  # for models with recurrent layers
-        self.ids = np.zeros((slots, max_length), np.int32)
-        self.rope = np.zeros((slots, 3, max_length if self.rope_of else 0), np.int32)
-        self.logprobs = np.zeros((slots, max_length), np.float32)
-        self.stored = np.zeros(slots, np.int64)  # tokens whose keys and values are in the cache
-        self.lengths = np.zeros(slots, np.int64)  # tokens of the sequence; stored < known while running
-        self.copyable = np.zeros(slots, np.int64)  # leading tokens that other sessions may copy
-        self.chunked = np.zeros(slots, np.int64)  # tokens before this position are prefilled in chunks
-        self.running = np.zeros(slots, bool)
-        self.limit = np.zeros(slots, np.int64)  # length of the sequence at which the turn ends
-        self.used = np.zeros(slots, np.float64)  # time of the last use, in seconds (monotonic clock)
-        self.seed = np.zeros(slots, np.uint64)
-        self.temperature = np.ones(slots, np.float64)
-        self.top_p = np.ones(slots, np.float64)
-        self.top_k = np.zeros(slots, np.int64)
-        self.min_p = np.zeros(slots, np.float64)
-        self.stops = np.full((slots, 1), -1, np.int64)  # padded with -1
-        self.hashes = np.zeros(slots, np.uint64)  # hash of the sequence: the sum of its tokens' marks
-        self.head = np.zeros(slots, np.int64)  # leading tokens that rows with the same mark have in common
-        self.prompt_hashes = np.zeros(slots, np.uint64)  # hash of the session's first prompt
-        self.in_flight = np.zeros(slots, np.int64)  # tokens in flight, which are counted as known
-        self.epoch = np.zeros(slots, np.int64)  # increases whenever a turn ends
+        self.ids = np.zeros((num_slots, max_length), np.int32)
+        self.rope = np.zeros((num_slots, 3, max_length if self.rope_of else 0), np.int32)
+        self.logprobs = np.zeros((num_slots, max_length), np.float32)
+        self.stored = np.zeros(num_slots, np.int64)  # tokens whose keys and values are in the cache
+        self.lengths = np.zeros(num_slots, np.int64)  # tokens of the sequence; stored < known while running
+        self.copyable = np.zeros(num_slots, np.int64)  # leading tokens that other sessions may copy
+        self.chunked = np.zeros(num_slots, np.int64)  # tokens before this position are prefilled in chunks
+        self.running = np.zeros(num_slots, bool)
+        self.limit = np.zeros(num_slots, np.int64)  # length of the sequence at which the turn ends
+        self.used = np.zeros(num_slots, np.float64)  # time of the last use, in seconds (monotonic clock)
+        self.seed = np.zeros(num_slots, np.uint64)
+        self.temperature = np.ones(num_slots, np.float64)
+        self.top_p = np.ones(num_slots, np.float64)
+        self.top_k = np.zeros(num_slots, np.int64)
+        self.min_p = np.zeros(num_slots, np.float64)
+        self.stops = np.full((num_slots, 1), -1, np.int64)  # padded with -1
+        self.hashes = np.zeros(num_slots, np.uint64)  # hash of the sequence: the sum of its tokens' marks
+        self.head = np.zeros(
+            num_slots, np.int64
+        )  # leading tokens that rows with the same mark have in common
+        self.prompt_hashes = np.zeros(num_slots, np.uint64)  # hash of the session's first prompt
+        self.in_flight = np.zeros(num_slots, np.int64)  # tokens in flight, which are counted as known
+        self.epoch = np.zeros(num_slots, np.int64)  # increases whenever a turn ends
         # Random, so that nobody can construct two texts with the same hash.
         self._factors = np.random.default_rng().integers(0, 1 << 64, max_length, np.uint64) | np.uint64(1)
-        self.session_slots: list[SessionSlot | None] = [None] * slots
-        self.free = np.ones(slots, bool)  # no session has the slot
-        self.requests: list[SamplingRequest | None] = [None] * slots
+        self.session_slots: list[SessionSlot | None] = [None] * num_slots
+        self.free = np.ones(num_slots, bool)  # no session has the slot
+        self.requests: list[SamplingRequest | None] = [None] * num_slots
         self.num_changes = 0  # increases whenever a slot gets other tokens
         # Deterministic mode: session i uses slot i mod slots after session i - slots is closed.
-        self._next_session = list(range(slots))
+        self._next_session = list(range(num_slots))
         self._closed_orders: set[int] = set()
 
     # -- sessions

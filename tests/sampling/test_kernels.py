@@ -78,7 +78,7 @@ expected = sampled(NativeEngine(model, slots=6, max_length=256, guesses=0))
 engine, attend, groups = NativeEngine(model, slots=6, max_length=256, guesses=0), kernels.attend, []
 
 def attended(q, layer, step, scale, sinks=None):
-    groups.append(step.groups)
+    groups.append(step.group_tiles)
     return attend(q, layer, step, scale, sinks)
 
 kernels.attend = attended

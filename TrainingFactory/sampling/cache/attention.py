@@ -92,8 +92,8 @@ class StepContext:
     attend: Callable[..., torch.Tensor] | None = None
     positions: torch.Tensor | None = None  # [N]
     row_tiles: Tiles | None = None  # the dense part
-    groups: Tiles | None = None  # dense rows with a shared prefix, over the keys of that prefix
-    pieces: Tiles | None = None  # the chunks
+    group_tiles: Tiles | None = None  # dense rows with a shared prefix, over the keys of that prefix
+    chunk_tiles: Tiles | None = None  # the chunks
 
 
 def compute_part_attention(

@@ -160,7 +160,7 @@ class CachePages:
     def __init__(
         self, slots: int, max_length: int, windows: Sequence[int | None], pages: Sequence[int], *, fixed: bool
     ) -> None:
-        self.slots, self.fixed = slots, fixed
+        self.num_slots, self.fixed = slots, fixed
         self.per_slot = -(-max_length // PAGE)
         self._limits = list(zip(windows, pages, strict=True))
         self._has_windows = not fixed and any(window is not None for window in windows)
@@ -170,7 +170,8 @@ class CachePages:
     def clear(self) -> None:
         """Release all pages of all slots."""
         self.tables = [
-            PageTable(self.slots, self.per_slot, count, window, self.fixed) for window, count in self._limits
+            PageTable(self.num_slots, self.per_slot, count, window, self.fixed)
+            for window, count in self._limits
         ]
 
     @property

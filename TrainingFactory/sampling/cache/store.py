@@ -138,7 +138,7 @@ class PagedCache:
     ) -> torch.Tensor:
         """Return the tokens [P, end - begin, Hkv, d] of the slots; `begin` and `end` are multiples of PAGE."""
         if self.fixed:  # a view, if `slots` is a slice
-            rows = states[:-1].unflatten(0, (self.pages.slots, -1)).flatten(1, 2)[:, begin:end]
+            rows = states[:-1].unflatten(0, (self.pages.num_slots, -1)).flatten(1, 2)[:, begin:end]
             # `index_select` copies whole rows, several times as fast as indexing
             return rows[slots] if isinstance(slots, slice) else rows.index_select(0, slots)
         pages = self.tables[layer.table][slots, begin // PAGE : end // PAGE]

@@ -315,7 +315,7 @@ def attend(
     output = q.new_empty(q.shape)
     dense = step.num_dense
     if step.row_tiles is not None:
-        rows, group_tiles = step.row_tiles, step.groups
+        rows, group_tiles = step.row_tiles, step.group_tiles
         # A row's window has its own begin, and other rows may have released it.
         if layer.shape.window is not None:
             rows, group_tiles = replace(rows, begins=None), None
@@ -334,8 +334,8 @@ def attend(
                 partial_outputs, log_sums, output, rows.begins, sinks, dense, rows.tokens, first + splits, *q.shape[1:],
                 triton.next_power_of_2(q.shape[1]), group_tiles is not None, sinks is not None,
             )  # fmt: skip
-    if step.pieces is not None:
-        _run_tiles(q, layer, step, step.pieces, scale, output, sinks)
+    if step.chunk_tiles is not None:
+        _run_tiles(q, layer, step, step.chunk_tiles, scale, output, sinks)
     return output
 
 
