@@ -66,11 +66,13 @@ class ModelRegistry(Catalogue):
     ) -> ExportedModel:
         """Write a version in the layout of the Hugging Face hub: its files, lineage.json, and a model card."""
         version = self._get_verified_version(name)
-        exported = export(str(version), folder, merge, dtype, self.runs, self.path)
-        card = render_card(version, self.evaluations(name), exported.kind)
-        (exported.path / "README.md").write_text(card, encoding="utf-8")
-        (exported.path / "lineage.json").write_text(json.dumps(version.lineage, indent=1), encoding="utf-8")
-        return exported
+        exported_model = export(str(version), folder, merge, dtype, self.runs, self.path)
+        card = render_card(version, self.evaluations(name), exported_model.kind)
+        (exported_model.path / "README.md").write_text(card, encoding="utf-8")
+        (exported_model.path / "lineage.json").write_text(
+            json.dumps(version.lineage, indent=1), encoding="utf-8"
+        )
+        return exported_model
 
     def export_to_mlflow(self, name: str, uri: str, merge: bool = False) -> str:
         """Upload a version to MLflow (`uri`: sqlite:///mlflow.db, http://...); return its `models:/` URI."""

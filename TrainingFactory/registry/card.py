@@ -62,14 +62,16 @@ def _find_cached_readme(model_name: str) -> Path | None:
 def _format_evaluations(version: Version, evaluations: Sequence[dict[str, Any]]) -> list[str]:
     """Return a table of the evaluations; if there are none, of the run's last evaluation during training."""
     rows = [
-        f"| {format_title(record)} | {_interval(record['metrics'])} | {record.get('time', '')} |"
+        f"| {format_title(record)} | {_format_interval(record['metrics'])} | {record.get('time', '')} |"
         for record in evaluations
         if "success" in record.get("metrics", {})
     ]
     if not rows:
         metrics = list_ancestors(version.lineage)[-1].get("metrics", {})
         heldout = {k.removeprefix("eval/"): value for k, value in metrics.items() if k.startswith("eval/")}
-        rows = [f"| held-out tasks of the run | {_interval(heldout)} | |"] if "success" in heldout else []
+        rows = (
+            [f"| held-out tasks of the run | {_format_interval(heldout)} | |"] if "success" in heldout else []
+        )
     return ["| tasks | success (95 % interval) | time |", "|---|---|---|", *rows] if rows else ["None yet."]
 
 
@@ -81,7 +83,7 @@ def format_title(record: dict[str, Any]) -> str:
     return (" ".join(str(label) for label in labels if label) or "tasks") + task_count
 
 
-def _interval(metrics: dict[str, float]) -> str:
+def _format_interval(metrics: dict[str, float]) -> str:
     text = f"{metrics['success']:.3f}"
     if "success_low" in metrics:
         text += f" ({metrics['success_low']:.3f} to {metrics['success_high']:.3f})"

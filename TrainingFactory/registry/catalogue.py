@@ -250,15 +250,17 @@ class Catalogue:
                 db, version.model, None, version.number, None, "delete", {"digest": version.digest}
             )
         # Sweep after the commit: a process killed in between leaves unused files, never a version without files.
-        return version, self.sweep()
+        return version, self.remove_unused_files()
 
-    def sweep(self) -> int:
+    def remove_unused_files(self) -> int:
         """Remove files that no version uses; return the number of bytes freed."""
         with self._database.open_write_transaction() as db:
             return self._remove_unused(db)
 
     def _remove_unused(self, db: sqlite3.Connection) -> int:
-        return self.store.sweep(set().union(*(version.digests for version in read_versions(db, None))))
+        return self.store.remove_unused_models(
+            set().union(*(version.digests for version in read_versions(db, None)))
+        )
 
     def verify(self, version_name: str | None = None) -> dict[str, list[str]]:
         """Check every byte of the stored files of one version, or of all; return the problems by version."""

@@ -19,9 +19,8 @@ from TrainingFactory.models.names import SUPPORTED_MODELS
 from TrainingFactory.registry.lineage import RUN_KEYS, LineageNode, list_ancestors
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-VERSION_NAME = re.compile(
-    rf"(?P<model>{NAME_PATTERN.pattern})(:(?P<number>\d+)|@(?P<alias>{NAME_PATTERN.pattern}))?"
-)
+_NAME = NAME_PATTERN.pattern
+VERSION_NAME = re.compile(rf"(?P<model>{_NAME})(:(?P<number>\d+)|@(?P<alias>{_NAME}))?")
 DIGEST_PATTERN = re.compile(r"[0-9a-f]{64}")
 # Names of checkpoints and versions, invalid as aliases.
 RESERVED_ALIASES = re.compile(r"step-\d+|best|last|latest|\d+")

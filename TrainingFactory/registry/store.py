@@ -106,7 +106,7 @@ class ModelStore:
         os.rename(temp_folder, self.get_model_folder(digest))
         sync(self.path)
 
-    def sweep(self, used_digests: set[str]) -> int:
+    def remove_unused_models(self, used_digests: set[str]) -> int:
         """Remove models that are not in `used_digests` and folders that killed processes left; return the freed
         bytes. Call it in a transaction, so that no other process is about to use one of them."""
         freed_bytes = 0

@@ -113,7 +113,9 @@ def is_stateless(environment: Environment) -> bool:
     return all(getattr(tool, "options", ToolOptions()).pure for tool in environment.executor.tools)
 
 
-def choose_fork_method(environment: Environment, replay: bool) -> Literal["own", "fresh", "replay"] | None:
+def choose_fork_method(
+    environment: Environment, may_replay: bool
+) -> Literal["own", "fresh", "replay"] | None:
     """Return how to fork an environment: "own" calls its `fork`; "fresh" makes another one, because it has no state;
     "replay" makes another one and repeats the steps. None: it cannot fork. An environment whose tools have a session
     per episode does not use `fork`, because `fork` does not copy the state of the session."""
@@ -125,7 +127,7 @@ def choose_fork_method(environment: Environment, replay: bool) -> Literal["own",
     has_sessions = isinstance(environment, ToolEnvironment) and environment.executor.has_session_state
     if fork is not ... and not has_sessions:
         return "own"
-    return "replay" if replay else None
+    return "replay" if may_replay else None
 
 
 @dataclass(slots=True)
@@ -134,7 +136,7 @@ class ForkPoint:
 
     ids: list[int]  # prompt of the next turn
     turn_keys: list[EpisodeKey]  # key under which the tool calls of each shared turn are recorded
-    batches: int  # tool batches of the shared turns
+    num_batches: int  # tool batches of the shared turns
     method: Literal["own", "fresh", "replay"]
     timeout: float
 
@@ -170,7 +172,7 @@ class ForkPoint:
                     executor.use_key(self.turn_keys[index], records=False)
                 _check_replayed_step(index, turn, await environment.step(copy.deepcopy(turn.message)), run)
         if executor is not None:
-            executor.use_key(run.key, batches=self.batches)
+            executor.use_key(run.key, batches=self.num_batches)
 
 
 def _check_replayed_step(turn_index: int, turn: Turn, step: Step, run: EpisodeRun) -> None:
@@ -324,8 +326,10 @@ class EpisodeForest:
             parent=parent.member,
             fork_turn=len(parent.turns),
         )
-        batches = environment.executor.batches if isinstance(environment, ToolEnvironment) else 0
-        fork_point = ForkPoint(prompt_ids, _collect_turn_keys(run), batches, method, self.branching.timeout)
+        num_batches = environment.executor.batches if isinstance(environment, ToolEnvironment) else 0
+        fork_point = ForkPoint(
+            prompt_ids, _collect_turn_keys(run), num_batches, method, self.branching.timeout
+        )
         if isinstance(forked, ToolEnvironment) and isinstance(environment, ToolEnvironment):
             forked.executor.continue_from(environment.executor, fork_key, forked)
         child = run.fork(trajectory, functools.partial(self.seeds[group_index], member), fork_point, forked)

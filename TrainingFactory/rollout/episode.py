@@ -54,7 +54,7 @@ LARGE_TEXT_CHARS = 50_000  # characters from which tokenizing takes longer than 
 class EpisodeSettings:
     """Settings shared by all episodes of a rollout engine."""
 
-    environment: Callable[[Task], Environment]
+    make_environment: Callable[[Task], Environment]
     chat: ChatFormat
     params: SamplingParams
     reward: RewardFunction | None = None
@@ -178,7 +178,7 @@ class EpisodeRun:
         try:
             if self.environment is None:
                 with _user_code("making the environment"):
-                    self.environment = self.rules.environment(self.trajectory.task)
+                    self.environment = self.rules.make_environment(self.trajectory.task)
             await run_within(self.rules.timeout, self._play_turns(self.environment), self.rules.clock)
         except _Stop as stop:
             self._end_episode(stop.status, stop.error)
@@ -268,7 +268,7 @@ class EpisodeRun:
         self.context.add(self.trajectory.turns[-1])
         if len(ids) <= rules.limit:
             return ids, None
-        if self.context.folds < rules.max_folds:
+        if self.context.num_folds < rules.max_folds:
             context = await self._fold_context(rules)
             if context is not self.context:
                 self.context = context
@@ -276,10 +276,14 @@ class EpisodeRun:
                     arguments = (context, self.rules.chat, self.trajectory.tools)
                     folded_ids = await in_thread(folding.render_context, *arguments)
                 if len(folded_ids) >= self.max_length:
-                    raise _Stop("truncated", folding.too_long_error(len(folded_ids), self.max_length, rules))
+                    raise _Stop(
+                        "truncated", folding.format_too_long_error(len(folded_ids), self.max_length, rules)
+                    )
                 return folded_ids, rules.fold
         if len(ids) >= self.max_length:
-            error_text = folding.format_no_fold_error(len(ids), self.max_length, self.context.folds, rules)
+            error_text = folding.format_no_fold_error(
+                len(ids), self.max_length, self.context.num_folds, rules
+            )
             raise _Stop("truncated", error_text)
         return ids, None
 

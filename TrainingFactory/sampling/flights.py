@@ -130,11 +130,11 @@ class AsyncRunner(Runner):
         tokens, logprobs = (array[flight.is_used] for array in unpack_draws(flight.samples, flight.is_used))
         is_current = table.epoch[flight.slots] == flight.epochs
         if num_first < len(tokens):  # drop second tokens after a stop
-            is_ended = np.zeros(table.slots, bool)
+            is_ended = np.zeros(table.num_slots, bool)
             is_ended[flight.slots[:num_first]] = table.are_stops(flight.slots[:num_first], tokens[:num_first])
             is_current[num_first:] &= ~is_ended[flight.slots[num_first:]]
         slots = flight.slots[is_current]
-        table.in_flight -= np.bincount(slots, minlength=table.slots)
+        table.in_flight -= np.bincount(slots, minlength=table.num_slots)
         logprobs = require_finite(logprobs[is_current])
         return SampledTokens(slots, flight.positions[is_current], tokens[is_current], logprobs)
 
@@ -190,7 +190,7 @@ class AsyncRunner(Runner):
             self._check_graphs(cache)
             key_sizes = len(draws.tensors) - 1, len(legs), len(first_inputs.stops)
             key = plan.rows, plan.span, *key_sizes, *layout.key
-            dry_legs = [(inputs.without_effects(table.slots), draws) for inputs, draws in legs]
+            dry_legs = [(inputs.without_effects(table.num_slots), draws) for inputs, draws in legs]
             samples = self._graphs.run(key, _arrays_of(legs, layout), _arrays_of(dry_legs, layout), run_step)
         if samples is None:
             samples = run_step(to_device(_arrays_of(legs, layout), self.device))
@@ -208,7 +208,7 @@ class AsyncRunner(Runner):
         tokens, positions = np.where(is_used, -1 - rows, 0), batch.positions[: plan.rows].copy()
         positions[slots] = next_positions
         inputs = self._make_graph_inputs(
-            tokens, np.where(is_used, rows, table.slots), positions, plan.rows, rows, is_used
+            tokens, np.where(is_used, rows, table.num_slots), positions, plan.rows, rows, is_used
         )
         batch.rows = np.concatenate((batch.rows, rows))
         batch.is_used = np.concatenate((batch.is_used, is_used))

@@ -30,7 +30,7 @@ from TrainingFactory.sampling.drafts import CONTEXT_TOKENS, DraftTable
 from TrainingFactory.sampling.flights import AsyncRunner, InFlightStep
 from TrainingFactory.sampling.planning import GUESSED_TOKENS, StepPlan, StepPlanner
 from TrainingFactory.sampling.requests import AdmissionRound, SamplingRequest, SessionSlot
-from TrainingFactory.sampling.table import MARGIN, SlotTable
+from TrainingFactory.sampling.table import MARGIN_TOKENS, SlotTable
 from TrainingFactory.types import Completion, SamplingParams, Weights
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class NativeEngine:
         # The contents of the draft table depend on timing, so deterministic mode has none. Recurrent layers cannot take
         # back a wrong draft.
         self._drafts = DraftTable() if guesses and not deterministic and not is_recurrent else None
-        guesses = min(guesses, MARGIN - 1)  # pages are reserved for MARGIN tokens
+        guesses = min(guesses, MARGIN_TOKENS - 1)  # pages are reserved for MARGIN_TOKENS tokens
         token_budget = prefill_tokens or (8192 if self._runner.tiled else 4096 if on_cuda else 1024)
         self._planner = StepPlanner(self._table, token_budget, self._drafts, guesses, few_shapes=on_cuda)
         self._planner.tiled = self._runner.tiled
@@ -373,7 +373,9 @@ class NativeEngine:
         self.stats.sampled += len(sampled.slots)
         finished_requests = [table.finish(slot, self.policy_version) for slot in table.accept(*sampled)]
         if self._drafts is not None and len(sampled.slots) < GUESSED_TOKENS:  # with more rows, no drafts
-            self._drafts.learn(table.recent(sampled.slots, sampled.positions, CONTEXT_TOKENS), sampled.tokens)
+            self._drafts.learn(
+                table.get_recent_tokens(sampled.slots, sampled.positions, CONTEXT_TOKENS), sampled.tokens
+            )
         if finished_requests:
             self._deliver_results(finished_requests)
 

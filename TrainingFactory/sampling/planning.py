@@ -58,7 +58,7 @@ class StepPlanner:
             return self._plan_deterministic_step(dense_slots, prefill_queue)
         rows = int(dense_slots[-1]) + 1 if len(dense_slots) else 0
         if self.few_shapes and rows:
-            rows = round_up_rows(rows, table.slots)
+            rows = round_up_rows(rows, table.num_slots)
         chunk_slots, counts, max_count, budget = [], [], 0, self.prefill_tokens
         if self.tiled and rows:
             waiting_tokens = (table.chunked[prefill_queue] - table.stored[prefill_queue]).sum()
@@ -104,7 +104,7 @@ class StepPlanner:
         guesses, guess_counts = np.zeros((num_dense, max_guesses), np.int64), np.zeros(num_dense, np.int64)
         if self.drafts is not None:
             guesses, guess_counts = self.drafts.guess(
-                table.recent(plan.dense, known_lengths, CONTEXT_TOKENS), max_guesses
+                table.get_recent_tokens(plan.dense, known_lengths, CONTEXT_TOKENS), max_guesses
             )
             guess_counts = np.minimum(guess_counts, table.limit[plan.dense] - known_lengths - 1)
         if self.few_shapes:
@@ -129,7 +129,7 @@ class StepPlanner:
         """Plan a step of deterministic mode: a single chunk, or one decoding row per slot."""
         table = self.table
         if not len(prefill_queue):
-            return StepPlan(dense, table.slots, feeds_unused=True)
+            return StepPlan(dense, table.num_slots, feeds_unused=True)
         slots = prefill_queue[:1]
         counts = np.minimum(CHUNK - table.stored[slots] % CHUNK, table.chunked[slots] - table.stored[slots])
         return StepPlan(dense[:0], slots=slots, counts=counts)

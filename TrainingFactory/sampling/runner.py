@@ -78,9 +78,11 @@ class Runner:
         self._is_fused = is_supported and self.device.type == "cpu"  # by the CPU's fused kernel
         self.launches_ahead = False  # steps are launched before the tokens of the previous step are known
         self._prefix_lengths: dict[tuple[int, bytes], int] = {}
-        self._latest_tokens = torch.zeros(table.slots + 1, dtype=torch.long, device=self.device)  # by slot
+        self._latest_tokens = torch.zeros(
+            table.num_slots + 1, dtype=torch.long, device=self.device
+        )  # by slot
         # By slot: whether `_latest_tokens` follows a stop.
-        self._has_ended = torch.zeros(table.slots + 1, dtype=torch.bool, device=self.device)
+        self._has_ended = torch.zeros(table.num_slots + 1, dtype=torch.bool, device=self.device)
         self._graphs = DecodeGraphs(self.device) if self.device.type == "cuda" else None
         self._choose_kernels()
         self._compare_logits()
@@ -230,7 +232,7 @@ class Runner:
         leader_plan = plan if twin_rows is None else select_leaders(plan, twin_rows)
         if self.states.cache is not None:
             dense = batch.slots[: int(batch.fed_counts.sum())]
-            dense_states = [dense_rows(dense, self.table.slots, self.device)] if len(dense) else []
+            dense_states = [dense_rows(dense, self.table.num_slots, self.device)] if len(dense) else []
             self.states.begin(self.states.cache, [*dense_states, *self._make_chunk_rows(plan, len(dense))])
         rows, fed_counts = slice(0, plan.rows), batch.fed_counts
         if not plan.feeds_unused:
@@ -289,7 +291,7 @@ class Runner:
         The first `dense` tokens belong to decoding rows."""
         table = self.table
         cache_positions = table.pages.locate(slots, positions).ravel()
-        target_slots = np.where(is_used, rows, table.slots)
+        target_slots = np.where(is_used, rows, table.num_slots)
         rope = EMPTY
         if table.rope_of is not None:
             rope = select_rope(table, slots, positions).T.ravel().astype(np.int64)
@@ -310,7 +312,7 @@ class Runner:
         is_in_flight = inputs.tokens[:num_rows] < 0
         has_ended = self._has_ended.index_select(0, inputs.state_slots) & is_in_flight
         self._has_ended.index_copy_(0, inputs.state_slots, has_ended)
-        slots = torch.where(has_ended, self.table.slots, inputs.state_slots)
+        slots = torch.where(has_ended, self.table.num_slots, inputs.state_slots)
         dense_states = [StateRows(slice(0, num_rows), slots, num_rows)] if num_rows else []
         self.states.begin(self.states.cache, [*dense_states, *chunks])
 
@@ -329,7 +331,9 @@ class Runner:
         if plan.feeds_unused or len(rows) < 2 or self.states.shapes:  # fixed shapes: a row less saves nothing
             return None
         counts = np.concatenate((batch.fed_counts[plan.dense], plan.counts))
-        return find_twins(self.table.hashes[rows], self.table.marks(batch.tokens, batch.positions), counts)
+        return find_twins(
+            self.table.hashes[rows], self.table.hash_tokens(batch.tokens, batch.positions), counts
+        )
 
     def _compute_logits(
         self, ids: torch.Tensor, positions: torch.Tensor, step: StepContext, logit_tokens: torch.Tensor | int,
@@ -366,7 +370,7 @@ class Runner:
 
         self._check_graphs(cache)
         arrays, dry_arrays = (
-            [*leg, *draws.tensors] for leg in (inputs, inputs.without_effects(self.table.slots))
+            [*leg, *draws.tensors] for leg in (inputs, inputs.without_effects(self.table.num_slots))
         )
         key = plan.rows, plan.span, width, *map(len, arrays)
         return self._graphs.run(key, arrays, dry_arrays, run_step)

@@ -22,7 +22,7 @@ from TrainingFactory.types import Completion
 
 CHUNK = 32  # deterministic mode: tokens of one prefill forward, which starts at a multiple of CHUNK
 WAIT_FOR = 4  # a request waits for a prefix that is being computed if that saves at least this many tokens
-MARGIN = 16  # tokens that the steps before the next reservation may add to a sequence
+MARGIN_TOKENS = 16  # tokens that the steps before the next reservation may add to a sequence
 EVICT_AFTER = 0.2  # seconds that a session must be idle before a waiting request may evict it
 
 
@@ -42,7 +42,7 @@ class SlotTable:
 
     def resize(self, num_slots: int, max_length: int) -> None:
         """Set the number of slots and the longest sequence. No session may be open."""
-        self.slots, self.max_length = num_slots, max_length
+        self.num_slots, self.max_length = num_slots, max_length
         per_slot = -(-max_length // PAGE)
         self.pages = CachePages(num_slots, max_length, [None], [num_slots * per_slot], fixed=True)
         self.snapshots: Snapshots | None = None  # for models with recurrent layers
@@ -88,10 +88,10 @@ class SlotTable:
             session_slot.slot = None
         if self.deterministic:
             self._closed_orders.add(session_slot.order)
-            slot = session_slot.order % self.slots
+            slot = session_slot.order % self.num_slots
             while self._next_session[slot] in self._closed_orders:
                 self._closed_orders.remove(self._next_session[slot])
-                self._next_session[slot] += self.slots
+                self._next_session[slot] += self.num_slots
 
     def forget_tokens(self) -> None:
         """Invalidate all cached keys and values, because the weights have changed."""
@@ -108,7 +108,7 @@ class SlotTable:
         for session_slot in self.session_slots:
             if session_slot is not None:
                 session_slot.slot = None
-        self.session_slots, self.requests = [None] * self.slots, [None] * self.slots
+        self.session_slots, self.requests = [None] * self.num_slots, [None] * self.num_slots
         self.running[:], self.free[:] = False, True
         self.in_flight[:] = 0
         self.epoch += 1
@@ -121,10 +121,10 @@ class SlotTable:
         """Return the length [slots] of the common prefix of each slot's sequence and the prompt."""
         width = min(len(prompt), int(self.lengths.max()))
         if width == 0:
-            return np.zeros(self.slots, np.int64)
+            return np.zeros(self.num_slots, np.int64)
         is_different = self.ids[:, :width] != prompt[:width]
         first_difference = is_different.argmax(1)
-        first_difference[~is_different[np.arange(self.slots), first_difference]] = width
+        first_difference[~is_different[np.arange(self.num_slots), first_difference]] = width
         return np.minimum(first_difference, self.lengths)
 
     def find_shared_prefix(self, slots: np.ndarray) -> int:
@@ -149,7 +149,7 @@ class SlotTable:
             return self._continue_in_slot(request, current_slot, stored_length, is_continuation=True)
         if current_slot is None and not self.deterministic and self.snapshots is None:
             # A session that began with this prompt and has it in the cache: no other prefix is longer.
-            prompt_hash = self.marks(request.prompt, np.arange(num_tokens + 1)).sum()
+            prompt_hash = self.hash_tokens(request.prompt, np.arange(num_tokens + 1)).sum()
             has_prompt = (self.prompt_hashes == prompt_hash) & (self.copyable >= num_tokens)
             prefixes = self.pages.usable(np.where(has_prompt, num_tokens, 0))
             if prefixes.any():
@@ -202,11 +202,13 @@ class SlotTable:
     ) -> bool:
         """Start the request in the slot that its session holds, and keep the slot's first `length` tokens, if enough
         pages are available."""
-        count = self.pages.count_missing(slot, len(request.prompt) + MARGIN) + self.pages.copied(slot, length)
+        count = self.pages.count_missing(
+            slot, len(request.prompt) + MARGIN_TOKENS
+        ) + self.pages.count_copied_pages(slot, length)
         if not self._make_room(count, request.session_slot, [slot]):
             if self.running.any():
                 return False
-            return self._share_prefix(request, slot, 0, np.zeros(self.slots, np.int64))
+            return self._share_prefix(request, slot, 0, np.zeros(self.num_slots, np.int64))
         self.stats.kept_tokens += length
         self.pages.truncate(slot, length)
         if self.snapshots is not None:
@@ -221,7 +223,7 @@ class SlotTable:
         with slot `source`, if enough pages are available. `prefixes` [slots] is the length of the prefix that the
         request could reuse from each slot."""
         session_slot = request.session_slot
-        length = len(request.prompt) + MARGIN
+        length = len(request.prompt) + MARGIN_TOKENS
         num_pages = self.pages.count_pages(length)
         if not self._make_room(num_pages - shared // PAGE + 1, session_slot, [source]):
             # No running turn will release pages, so place the request without the shared prefix.
@@ -253,7 +255,7 @@ class SlotTable:
 
     def _has_slot(self, session_slot: SessionSlot, admission: AdmissionRound) -> bool:
         if self.deterministic:
-            return self._next_session[session_slot.order % self.slots] == session_slot.order
+            return self._next_session[session_slot.order % self.num_slots] == session_slot.order
         admission.is_full = admission.is_full or (not self.free.any() and self._find_longest_idle() is None)
         return not admission.is_full
 
@@ -263,7 +265,7 @@ class SlotTable:
         if session_slot.slot is not None:
             return session_slot.slot
         if self.deterministic:
-            return session_slot.order % self.slots
+            return session_slot.order % self.num_slots
         free_slots = np.flatnonzero(self.free)
         if num_shared and (fitting_slots := free_slots[prefix_lengths[free_slots] == num_shared]).size:
             return int(fitting_slots[0])
@@ -348,17 +350,17 @@ class SlotTable:
         if self.pages.fixed:
             return
         capacity = self.pages.count_reserved_tokens()
-        is_short = np.minimum(self.lengths + MARGIN, self.max_length) > capacity
+        is_short = np.minimum(self.lengths + MARGIN_TOKENS, self.max_length) > capacity
         if not (is_short & self.running).any():
             return
         # Together with those that will be short soon, because the device's page table must be updated then.
-        short_slots = np.flatnonzero(self.running & (self.lengths + (MARGIN + PAGE // 2) > capacity))
-        if self.pages.reserve_many(short_slots, self.lengths[short_slots] + MARGIN + PAGE // 2):
+        short_slots = np.flatnonzero(self.running & (self.lengths + (MARGIN_TOKENS + PAGE // 2) > capacity))
+        if self.pages.reserve_many(short_slots, self.lengths[short_slots] + MARGIN_TOKENS + PAGE // 2):
             return
         for slot in sorted(short_slots.tolist(), key=lambda slot: self._get_session_slot(slot).order):
             if not self.running[slot]:
                 continue
-            length = int(self.lengths[slot]) + MARGIN + PAGE // 2
+            length = int(self.lengths[slot]) + MARGIN_TOKENS + PAGE // 2
             if self._make_room(self.pages.count_missing(slot, length), self._get_session_slot(slot), [slot]):
                 self.pages.reserve(slot, length)
             else:
@@ -374,12 +376,12 @@ class SlotTable:
         assert session_slot is not None
         return session_slot
 
-    def recent(self, slots: np.ndarray, ends: np.ndarray, num_tokens: int) -> np.ndarray:
+    def get_recent_tokens(self, slots: np.ndarray, ends: np.ndarray, num_tokens: int) -> np.ndarray:
         """Return the `num_tokens` tokens before each position [len(slots), count]; 0 before a sequence's start."""
         positions = ends[:, None] - np.arange(num_tokens, 0, -1)
         return np.where(positions >= 0, self.ids[slots[:, None], positions], 0)
 
-    def marks(self, tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    def hash_tokens(self, tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Return the hash of each token at its position, with random but constant factors."""
         return (tokens.astype(np.uint64) + np.uint64(1)) * self._factors[positions]
 
@@ -390,7 +392,7 @@ class SlotTable:
     ) -> None:
         prompt, params, length = request.prompt, request.params, len(request.prompt)
         num_sampled = len(request.sampled_logprobs)  # before a preemption
-        self.pages.reserve(slot, length + MARGIN)
+        self.pages.reserve(slot, length + MARGIN_TOKENS)
         self.logprobs[slot, length - num_sampled : length] = request.sampled_logprobs
         is_first_turn = bool(num_stored <= self.copyable[slot]) if self.deterministic else not is_continuation
         self.num_changes += 1
@@ -399,7 +401,7 @@ class SlotTable:
             self.rope[slot, :, :length], next_position = self.rope_of(prompt)
             self.rope[slot, :, length:] = np.arange(next_position, next_position + self.max_length - length)
         self.lengths[slot] = length
-        self.hashes[slot] = self.marks(prompt, np.arange(length)).sum()
+        self.hashes[slot] = self.hash_tokens(prompt, np.arange(length)).sum()
         if not is_continuation or num_stored < self.head[slot]:
             self.head[slot], self.prompt_hashes[slot] = length - 1, self.hashes[slot]
         self.stored[slot] = num_stored
@@ -451,7 +453,7 @@ class SlotTable:
         self.ids[slots, positions] = tokens
         self.logprobs[slots, positions] = logprobs
         np.maximum.at(self.lengths, slots, positions + 1)
-        np.add.at(self.hashes, slots, self.marks(tokens, positions))
+        np.add.at(self.hashes, slots, self.hash_tokens(tokens, positions))
         is_finished = (positions + 1 >= self.limit[slots]) | self.are_stops(slots, tokens)
         return slots[is_finished].tolist() if is_finished.any() else []
 

@@ -225,7 +225,11 @@ def test_a_damaged_row_is_named_and_reaches_no_other_folder(
     version = registry.register("agent", "sft")
     with sqlite3.connect(registry.path) as db:
         db.execute(f"UPDATE versions SET {column} = ?", (value,))
-    for use in (registry.versions, registry.sweep, lambda: registry.register("other", "sft@step-1")):
+    for use in (
+        registry.versions,
+        registry.remove_unused_files,
+        lambda: registry.register("other", "sft@step-1"),
+    ):
         with pytest.raises(ValueError, match=r"version 1 of 'agent' in .*\.sqlite is damaged: ") as found:
             use()
         assert text in str(found.value)

@@ -286,9 +286,9 @@ async def test_a_preempted_turn_ends_before_an_update() -> None:
 def test_a_page_is_reserved_for_the_copy_of_a_shared_one() -> None:
     pages = CachePages(2, 4 * PAGE, [None], [8], fixed=False)
     pages.reserve(0, 2 * PAGE)
-    assert pages.copied(0, 2 * PAGE - 1) == 0
+    assert pages.count_copied_pages(0, 2 * PAGE - 1) == 0
     pages.share(0, 1, 2 * PAGE, 2 * PAGE)
-    assert pages.copied(0, 2 * PAGE - 1) == 1 and pages.copied(0, 2 * PAGE) == 0
+    assert pages.count_copied_pages(0, 2 * PAGE - 1) == 1 and pages.count_copied_pages(0, 2 * PAGE) == 0
     free = pages.num_free
     pages.truncate(0, 2 * PAGE - 1)
     assert pages.num_free == free - 1 and pages.take_copies()[0].targets

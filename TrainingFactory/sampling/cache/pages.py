@@ -205,7 +205,7 @@ class CachePages:
         """Return the number of pages that the slot lacks to hold `length` tokens."""
         return 0 if self.fixed else max(0, self.count_pages(length) - int(self.tables[0].ends[slot]))
 
-    def copied(self, slot: int, length: int) -> int:
+    def count_copied_pages(self, slot: int, length: int) -> int:
         """Return the number of pages that `truncate` must copy: 1 if the slot would otherwise write to a page that it
         shares, else 0."""
         if self.fixed or not length % PAGE:

@@ -27,13 +27,13 @@ class LayerShape:
     layer: int = 0
     window: int | None = None  # sliding window, in tokens
     softcap: float | None = None  # largest absolute score
-    sinks: bool = False  # an additional score per head that takes probability
+    has_sinks: bool = False  # an additional score per head that takes probability
     is_latent: bool = False  # values are the first `value_size` numbers of the keys
     source_layer: int | None = None  # layer whose keys and values this one reads; None: its own
 
     @property
     def is_plain(self) -> bool:
-        return self.window is None and self.softcap is None and not self.sinks
+        return self.window is None and self.softcap is None and not self.has_sinks
 
     @property
     def token_bytes(self) -> int:

@@ -19,14 +19,16 @@ from TrainingFactory.sampling.cache.states import get_recurrent_class
 
 ATTENTION_NAME = "tfactory_pages"  # name of the engine's attention function in transformers
 LAYER_TYPES = {"full_attention", "sliding_attention"}
-ALTERNATIVES = (
+ALTERNATIVES_HINT = (
     "`tfactory models --compat` and docs/COMPATIBILITY.md list the supported models; "
     "`sampling.engine: vllm` samples the models that vLLM supports."
 )
 
 
 def make_error(model_type: str, reason: str) -> ValueError:
-    return ValueError(f"the native engine cannot sample a {model_type!r} model: {reason}. {ALTERNATIVES}")
+    return ValueError(
+        f"the native engine cannot sample a {model_type!r} model: {reason}. {ALTERNATIVES_HINT}"
+    )
 
 
 def get_causal_lm(model: Any) -> PreTrainedModel:
