@@ -69,9 +69,8 @@ class ModelRegistry(Catalogue):
         exported_model = export(str(version), folder, merge, dtype, self.runs, self.path)
         card = render_card(version, self.evaluations(name), exported_model.kind)
         (exported_model.path / "README.md").write_text(card, encoding="utf-8")
-        (exported_model.path / "lineage.json").write_text(
-            json.dumps(version.lineage, indent=1), encoding="utf-8"
-        )
+        lineage_text = json.dumps(version.lineage, indent=1)
+        (exported_model.path / "lineage.json").write_text(lineage_text, encoding="utf-8")
         return exported_model
 
     def export_to_mlflow(self, name: str, uri: str, merge: bool = False) -> str:

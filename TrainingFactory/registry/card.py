@@ -69,9 +69,8 @@ def _format_evaluations(version: Version, evaluations: Sequence[dict[str, Any]])
     if not rows:
         metrics = list_ancestors(version.lineage)[-1].get("metrics", {})
         heldout = {k.removeprefix("eval/"): value for k, value in metrics.items() if k.startswith("eval/")}
-        rows = (
-            [f"| held-out tasks of the run | {_format_interval(heldout)} | |"] if "success" in heldout else []
-        )
+        if "success" in heldout:
+            rows = [f"| held-out tasks of the run | {_format_interval(heldout)} | |"]
     return ["| tasks | success (95 % interval) | time |", "|---|---|---|", *rows] if rows else ["None yet."]
 
 

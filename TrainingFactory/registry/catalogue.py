@@ -258,9 +258,8 @@ class Catalogue:
             return self._remove_unused(db)
 
     def _remove_unused(self, db: sqlite3.Connection) -> int:
-        return self.store.remove_unused_models(
-            set().union(*(version.digests for version in read_versions(db, None)))
-        )
+        used_digests = set().union(*(version.digests for version in read_versions(db, None)))
+        return self.store.remove_unused_models(used_digests)
 
     def verify(self, version_name: str | None = None) -> dict[str, list[str]]:
         """Check every byte of the stored files of one version, or of all; return the problems by version."""

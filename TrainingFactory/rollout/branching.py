@@ -327,9 +327,8 @@ class EpisodeForest:
             fork_turn=len(parent.turns),
         )
         num_batches = environment.executor.batches if isinstance(environment, ToolEnvironment) else 0
-        fork_point = ForkPoint(
-            prompt_ids, _collect_turn_keys(run), num_batches, method, self.branching.timeout
-        )
+        turn_keys, timeout = _collect_turn_keys(run), self.branching.timeout
+        fork_point = ForkPoint(prompt_ids, turn_keys, num_batches, method, timeout)
         if isinstance(forked, ToolEnvironment) and isinstance(environment, ToolEnvironment):
             forked.executor.continue_from(environment.executor, fork_key, forked)
         child = run.fork(trajectory, functools.partial(self.seeds[group_index], member), fork_point, forked)

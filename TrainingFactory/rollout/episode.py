@@ -276,14 +276,12 @@ class EpisodeRun:
                     arguments = (context, self.rules.chat, self.trajectory.tools)
                     folded_ids = await in_thread(folding.render_context, *arguments)
                 if len(folded_ids) >= self.max_length:
-                    raise _Stop(
-                        "truncated", folding.format_too_long_error(len(folded_ids), self.max_length, rules)
-                    )
+                    error_text = folding.format_too_long_error(len(folded_ids), self.max_length, rules)
+                    raise _Stop("truncated", error_text)
                 return folded_ids, rules.fold
         if len(ids) >= self.max_length:
-            error_text = folding.format_no_fold_error(
-                len(ids), self.max_length, self.context.num_folds, rules
-            )
+            num_folds = self.context.num_folds
+            error_text = folding.format_no_fold_error(len(ids), self.max_length, num_folds, rules)
             raise _Stop("truncated", error_text)
         return ids, None
 

@@ -123,9 +123,9 @@ async def fold(context: Context, folding: Folding) -> Context:
         turns = [*map(_drop_reasoning, older_turns), *recent_turns]
     else:
         turns = [*(_replace_results(turn, folding.placeholder) for turn in older_turns), *recent_turns]
-    return (
-        context if turns == context.turns else replace(context, turns=turns, num_folds=context.num_folds + 1)
-    )
+    if turns == context.turns:
+        return context
+    return replace(context, turns=turns, num_folds=context.num_folds + 1)
 
 
 def with_summary(context: Context, summary: str) -> Context:

@@ -52,9 +52,7 @@ class GraphInputs(NamedTuple, Generic[Data]):
     positions: Data  # [N]
     cache_positions: Data  # [tables * N] positions of the pool to write
     logit_tokens: Data  # [M] tokens whose logits are drawn from; empty in the second leg: all
-    target_slots: (
-        Data  # [M] slot whose latest token the draw becomes; `table.num_slots`: the draw is not used
-    )
+    target_slots: Data  # [M] slot whose latest token the draw becomes; `table.num_slots`: not used
     rope: Data  # [3 * N] rotary positions; empty if they are `positions`
     # [R] rows of the state cache of the dense rows; `table.num_slots`: padding; empty without states
     state_slots: Data

@@ -44,8 +44,7 @@ class DraftTable:
         """Update the predictions: tokens [M] have followed contexts [M, CONTEXT_TOKENS]."""
         entries = self._find_entries(contexts)
         is_correct, trust = self._next[entries] == tokens, self._trust[entries]
-        self._trust[entries] = np.where(
-            is_correct, np.minimum(trust + 1, MAX_TRUST), np.maximum(trust - 1, 0)
-        )
+        new_trust = np.where(is_correct, trust + 1, trust - 1)
+        self._trust[entries] = new_trust.clip(0, MAX_TRUST)
         is_replaced = ~is_correct & (trust == 0)
         self._next[entries[is_replaced]] = tokens[is_replaced]

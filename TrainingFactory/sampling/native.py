@@ -373,9 +373,8 @@ class NativeEngine:
         self.stats.sampled += len(sampled.slots)
         finished_requests = [table.finish(slot, self.policy_version) for slot in table.accept(*sampled)]
         if self._drafts is not None and len(sampled.slots) < GUESSED_TOKENS:  # with more rows, no drafts
-            self._drafts.learn(
-                table.get_recent_tokens(sampled.slots, sampled.positions, CONTEXT_TOKENS), sampled.tokens
-            )
+            contexts = table.get_recent_tokens(sampled.slots, sampled.positions, CONTEXT_TOKENS)
+            self._drafts.learn(contexts, sampled.tokens)
         if finished_requests:
             self._deliver_results(finished_requests)
 

@@ -78,10 +78,8 @@ class Runner:
         self._is_fused = is_supported and self.device.type == "cpu"  # by the CPU's fused kernel
         self.launches_ahead = False  # steps are launched before the tokens of the previous step are known
         self._prefix_lengths: dict[tuple[int, bytes], int] = {}
-        self._latest_tokens = torch.zeros(
-            table.num_slots + 1, dtype=torch.long, device=self.device
-        )  # by slot
-        # By slot: whether `_latest_tokens` follows a stop.
+        self._latest_tokens = torch.zeros(table.num_slots + 1, dtype=torch.long, device=self.device)
+        # Whether `_latest_tokens`, which are by slot too, follow a stop.
         self._has_ended = torch.zeros(table.num_slots + 1, dtype=torch.bool, device=self.device)
         self._graphs = DecodeGraphs(self.device) if self.device.type == "cuda" else None
         self._choose_kernels()
@@ -331,9 +329,8 @@ class Runner:
         if plan.feeds_unused or len(rows) < 2 or self.states.shapes:  # fixed shapes: a row less saves nothing
             return None
         counts = np.concatenate((batch.fed_counts[plan.dense], plan.counts))
-        return find_twins(
-            self.table.hashes[rows], self.table.hash_tokens(batch.tokens, batch.positions), counts
-        )
+        token_hashes = self.table.hash_tokens(batch.tokens, batch.positions)
+        return find_twins(self.table.hashes[rows], token_hashes, counts)
 
     def _compute_logits(
         self, ids: torch.Tensor, positions: torch.Tensor, step: StepContext, logit_tokens: torch.Tensor | int,

@@ -71,11 +71,9 @@ def size_cache(table: SlotTable, shapes: Sequence[LayerShape], memory: int, *, l
         table.resize(fitting_slots, table.max_length)
     needed_slots = table.num_slots if shapes[0].device.type == "cpu" else table.num_slots * GPU_ROOM
     fixed = table.deterministic or fitting_slots >= needed_slots
-    page_counts = (
-        [table.num_slots * per_slot] * len(windows)
-        if fixed
-        else plan_pages(shapes, table.num_slots, length, memory)
-    )
+    page_counts = [table.num_slots * per_slot] * len(windows)
+    if not fixed:
+        page_counts = plan_pages(shapes, table.num_slots, length, memory)
     if min(page_counts) < per_slot:
         max_length = min(page_counts) * PAGE // 64 * 64
         if max_length < 64:

@@ -62,10 +62,8 @@ class SlotTable:
         self.top_k = np.zeros(num_slots, np.int64)
         self.min_p = np.zeros(num_slots, np.float64)
         self.stops = np.full((num_slots, 1), -1, np.int64)  # padded with -1
-        self.hashes = np.zeros(num_slots, np.uint64)  # hash of the sequence: the sum of its tokens' marks
-        self.head = np.zeros(
-            num_slots, np.int64
-        )  # leading tokens that rows with the same mark have in common
+        self.hashes = np.zeros(num_slots, np.uint64)  # hash of the sequence: the sum of its tokens' hashes
+        self.head = np.zeros(num_slots, np.int64)  # leading tokens that rows with the same hash share
         self.prompt_hashes = np.zeros(num_slots, np.uint64)  # hash of the session's first prompt
         self.in_flight = np.zeros(num_slots, np.int64)  # tokens in flight, which are counted as known
         self.epoch = np.zeros(num_slots, np.int64)  # increases whenever a turn ends
@@ -202,10 +200,9 @@ class SlotTable:
     ) -> bool:
         """Start the request in the slot that its session holds, and keep the slot's first `length` tokens, if enough
         pages are available."""
-        count = self.pages.count_missing(
-            slot, len(request.prompt) + MARGIN_TOKENS
-        ) + self.pages.count_copied_pages(slot, length)
-        if not self._make_room(count, request.session_slot, [slot]):
+        num_pages = self.pages.count_missing(slot, len(request.prompt) + MARGIN_TOKENS)
+        num_pages += self.pages.count_copied_pages(slot, length)
+        if not self._make_room(num_pages, request.session_slot, [slot]):
             if self.running.any():
                 return False
             return self._share_prefix(request, slot, 0, np.zeros(self.num_slots, np.int64))

@@ -47,19 +47,16 @@ class TileLayout:
         tensor_iterator = iter(tensors)
         if plan.rows:
             step.row_tiles = Tiles(plan.span or 1, plan.rows)
+        num_arrays = len(TileArrays._fields)
         if self.num_chunk_tiles:
-            step.chunk_tiles = Tiles(
-                self.tokens, self.num_chunk_tiles, *islice(tensor_iterator, len(TileArrays._fields))
-            )
+            step.chunk_tiles = Tiles(self.tokens, self.num_chunk_tiles, *islice(tensor_iterator, num_arrays))
         if self.num_group_tiles and step.row_tiles is not None:
-            step.group_tiles = Tiles(
-                self.tokens, self.num_group_tiles, *islice(tensor_iterator, len(TileArrays._fields))
-            )
+            step.group_tiles = Tiles(self.tokens, self.num_group_tiles, *islice(tensor_iterator, num_arrays))
             step.row_tiles.begins = next(tensor_iterator)
 
 
 def plan_tiles(plan: StepPlan, table: SlotTable, num_heads: int) -> TileLayout:
-    """Return the layout of a plan. `heads` is the number of query heads per key head."""
+    """Return the layout of a plan. `num_heads` is the number of query heads per key head."""
     tile_tokens, num_dense = max(1, QUERIES // num_heads), plan.rows * (plan.span or 1)
     layout = TileLayout(int(plan.counts.sum()), 0, 0, tile_tokens, [])
     if len(plan.slots):

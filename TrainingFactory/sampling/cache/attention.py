@@ -227,11 +227,8 @@ def _record_shape(
     shape = LayerShape(query.shape[1], key.shape[1], key.shape[-1], value.shape[-1], key.dtype, key.device)
     shape.layer = layer_index
     shape.window = _get_window(module, layer_index, kwargs)
-    shape.softcap, shape.has_sinks, shape.is_latent = (
-        kwargs.get("softcap"),
-        sinks is not None,
-        is_latent(module),
-    )
+    shape.softcap, shape.has_sinks = kwargs.get("softcap"), sinks is not None
+    shape.is_latent = is_latent(module)
     layer_keys = zip(step.shapes, step.keys, strict=True)
     shape.source_layer = next((owner.layer for owner, earlier_key in layer_keys if earlier_key is key), None)
     step.shapes.append(shape)

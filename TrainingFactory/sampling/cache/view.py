@@ -26,9 +26,8 @@ ALTERNATIVES_HINT = (
 
 
 def make_error(model_type: str, reason: str) -> ValueError:
-    return ValueError(
-        f"the native engine cannot sample a {model_type!r} model: {reason}. {ALTERNATIVES_HINT}"
-    )
+    problem = f"the native engine cannot sample a {model_type!r} model: {reason}"
+    return ValueError(f"{problem}. {ALTERNATIVES_HINT}")
 
 
 def get_causal_lm(model: Any) -> PreTrainedModel:
