@@ -216,15 +216,14 @@ def with_allocation(config: TrainingConfig, allocation: Allocation | None, notif
         return config
     config_gpus, num_gpus = config.compute.num_gpus, allocation.num_gpus
     if config_gpus is not None and num_gpus is not None and config_gpus > num_gpus:
-        raise ValueError(
-            f"compute.num_gpus={config_gpus}, but allocation {allocation.id} has {num_gpus} GPUs"
-        )
+        allocated = f"allocation {allocation.id} has {num_gpus} GPUs"
+        raise ValueError(f"compute.num_gpus={config_gpus}, but {allocated}")
     options = {"num_gpus": num_gpus, "backend": allocation.backend}
     entry = TrainingConfig(compute={key: value for key, value in options.items() if value is not None})
-    config_ = _fill_unset(config, entry, ())
+    config = _fill_unset(config, entry, ())
     if num_gpus is not None:
-        notify(f"allocation {allocation.id} has {num_gpus} GPUs: compute.num_gpus={config_.compute.num_gpus}")
-    return config_
+        notify(f"allocation {allocation.id} has {num_gpus} GPUs: compute.num_gpus={config.compute.num_gpus}")
+    return config
 
 
 @contextmanager

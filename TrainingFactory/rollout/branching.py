@@ -28,6 +28,7 @@ from TrainingFactory.types import Completion, SamplersLost, Step, Trajectory, Tu
 
 log = logging.getLogger(__name__)
 Player = Callable[[EpisodeRun], Coroutine[Any, Any, None]]
+ForkMethod = Literal["own", "fresh", "replay"]
 
 
 @dataclass(slots=True, frozen=True)
@@ -90,7 +91,7 @@ class PathBudget:
         self.num_counted_turns = len(turns)
 
     def allows(self, num_continuations: int, turn_tokens: int) -> bool:
-        """Return whether the remaining budget gives each of the `continuations` one episode and `turn_tokens`
+        """Return whether the remaining budget gives each of the continuations one episode and `turn_tokens`
         tokens."""
         has_episodes = self.max_leaves is None or self.max_leaves >= num_continuations
         return has_episodes and (self.tokens is None or self.tokens >= num_continuations * turn_tokens)
@@ -113,9 +114,7 @@ def is_stateless(environment: Environment) -> bool:
     return all(getattr(tool, "options", ToolOptions()).pure for tool in environment.executor.tools)
 
 
-def choose_fork_method(
-    environment: Environment, may_replay: bool
-) -> Literal["own", "fresh", "replay"] | None:
+def choose_fork_method(environment: Environment, may_replay: bool) -> ForkMethod | None:
     """Return how to fork an environment: "own" calls its `fork`; "fresh" makes another one, because it has no state;
     "replay" makes another one and repeats the steps. None: it cannot fork. An environment whose tools have a session
     per episode does not use `fork`, because `fork` does not copy the state of the session."""
@@ -137,7 +136,7 @@ class ForkPoint:
     ids: list[int]  # prompt of the next turn
     turn_keys: list[EpisodeKey]  # key under which the tool calls of each shared turn are recorded
     num_batches: int  # tool batches of the shared turns
-    method: Literal["own", "fresh", "replay"]
+    method: ForkMethod
     timeout: float
 
     async def enter(self, run: EpisodeRun, environment: Environment) -> list[int]:
@@ -297,7 +296,7 @@ class EpisodeForest:
         run: EpisodeRun,
         environment: Environment,
         prompt_ids: list[int],
-        method: Literal["own", "fresh", "replay"],
+        method: ForkMethod,
         branch: int,
         depth: int,
         budget: PathBudget,

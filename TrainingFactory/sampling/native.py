@@ -148,7 +148,7 @@ class NativeEngine:
     def session(self) -> NativeSession:
         if self._deterministic and not self.sessions:
             # The next session gets the first slot, so that a batch does not depend on earlier ones.
-            while self._num_opened % self._table.slots:
+            while self._num_opened % self._table.num_slots:
                 self._num_opened += 1
                 self._post_message(SessionSlot(self._num_opened - 1, is_closed=True))
         self._num_opened += 1

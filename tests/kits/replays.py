@@ -93,7 +93,7 @@ def with_plain_kernels(model: Any, slots: int, **options: Any) -> NativeEngine:
 def with_replays(engine: NativeEngine) -> ReplayedSteps:
     """Let an engine on a CPU replay its decoding steps. A warm-up may change only keys, values and unused rows."""
     replays: Any = ReplayedSteps()
-    runner, slots = engine._runner, engine._table.slots
+    runner, slots = engine._runner, engine._table.num_slots
 
     def watched() -> list[torch.Tensor]:
         states = runner.states.cache.tensors if runner.states.cache is not None else []

@@ -125,7 +125,7 @@ def test_deterministic_mode_has_as_many_slots_as_fit(caplog: pytest.LogCaptureFi
     token_bytes = sum(shape.token_bytes for shape in probe._runner.shapes)
     prompts = grouped_prompts(2, 3)
     limited = NativeEngine(model, slots=6, max_length=256, deterministic=True, cache_bytes=600 * token_bytes)
-    assert limited._table.slots == 2 and "2 slots instead of 6" in caplog.text
+    assert limited._table.num_slots == 2 and "2 slots instead of 6" in caplog.text
     runs = play(limited, prompts)
     assert max(worst(model, turns) for turns in runs) < 1e-4 and limited.stats.preemptions == 0
     whole = NativeEngine(model, slots=2, max_length=256, deterministic=True)
@@ -163,7 +163,7 @@ def test_page_tables_keep_their_books() -> None:
                 pages.truncate(slot, length)
                 lengths[slot] = length
         else:
-            pages.leave_window(np.array([slot]), np.array([lengths[slot]]))
+            pages.release_outside_window(np.array([slot]), np.array([lengths[slot]]))
         for table in pages.tables:
             counts = np.bincount(table.entries.ravel(), minlength=41)[:40]
             assert (counts == table.references[:40]).all()
