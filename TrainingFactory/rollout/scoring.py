@@ -22,7 +22,7 @@ class OpenEpisode:
     environment: Environment
     executor: AsyncToolExecutor  # the environment's own, or one over its tools
     chat: ChatFormat | None = None  # the format in which it was sampled
-    is_heldout: bool = False  # sampled for evaluation, not for training
+    heldout: bool = False  # sampled for evaluation, not for training
 
     @property
     def task(self) -> Task:

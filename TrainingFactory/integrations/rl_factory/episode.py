@@ -96,7 +96,7 @@ class EnvEpisode(ToolEnvironment):
                 self._tokenizer: Any = getattr(episode.chat, "tokenizer", None)
                 if self._tokenizer is None:
                     raise Unscored("the chat format of the episode has no tokenizer to decode it")
-                data_item = DataItem(episode.trajectory, episode.is_heldout)
+                data_item = DataItem(episode.trajectory, episode.heldout)
                 self._turn_texts = data_item.decode_turns(self._tokenizer)
                 messages = (turn.message for turn in episode.trajectory.turns)
                 self.env._tools = EpisodeTools(self, dict(zip(self._turn_texts, messages, strict=True)))
