@@ -140,7 +140,7 @@ def test_rows_that_begin_alike_and_chunks_are_laid_out_in_tiles() -> None:
     assert leaders[:3].tolist() == [0, 4, 8] and shared.tolist() == [100] * 3 + [0] * 5
     assert begins.tolist() == [100] * 5 + [0] + [100] * 6 + [0] * 4
     table.prompt_hashes[:] = np.arange(16)
-    assert plan_tiles(plan, table, 3).groups == 0
+    assert plan_tiles(plan, table, 3).num_group_tiles == 0
     sizes = {400: 512, 600: 603, 1200: 2048, 3000: 3003}  # 603 would leave most of 2048 unused
     for tokens, extra in sizes.items():
         plan.counts = np.array([tokens, 3])
