@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 
-from TrainingFactory.promotion.sequential import first_rejection
+from TrainingFactory.promotion.sequential import find_rejection
 
 TIMES, ALPHA = 2000, 0.05
 
@@ -17,7 +17,7 @@ def needed(better_by: float, flipping: float, tasks: int) -> list[int | None]:
     drawn = np.random.default_rng(0).random((TIMES, tasks))
     won = (flipping + better_by) / 2
     differences = np.where(drawn < won, 1.0, np.where(drawn < flipping, -1.0, 0.0))
-    return [first_rejection(row, 0.0, ALPHA) for row in differences]
+    return [find_rejection(row, 0.0, ALPHA) for row in differences]
 
 
 def share(found: list[int | None]) -> float:

@@ -18,8 +18,8 @@ from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.envs.base import ForeignEnvironment
 from TrainingFactory.envs.self_play import SelfPlayEnvironment, is_self_play
 from TrainingFactory.protocols import ChatFormat, EnvironmentFactory, RewardFunction, Tool, ToolSource
-from TrainingFactory.resolve.factories import Notify, listing_searched_places
-from TrainingFactory.resolve.siblings import ENVIRONMENTS
+from TrainingFactory.resolve.factories import Notify, add_searched_places
+from TrainingFactory.resolve.siblings import ENVIRONMENT_FACTORY
 from TrainingFactory.tools.adapt import as_tool
 from TrainingFactory.types import Message, Task
 
@@ -67,10 +67,10 @@ def find_environment(environment_id: str, notify: Notify = lambda _: None) -> An
     """Return an environment by name: a Python file, a scenario of an EnvironmentFactory, or a catalog entry."""
     if is_file_name(environment_id) and not is_foreign(environment_id):
         return load_environment_file(environment_id)
-    if (scenario := ENVIRONMENTS.find_object(environment_id)) is not None:
-        notify(f"environment.environment_id {environment_id} is a scenario of {ENVIRONMENTS.package}")
+    if (scenario := ENVIRONMENT_FACTORY.find_object(environment_id)) is not None:
+        notify(f"environment.environment_id {environment_id} is a scenario of {ENVIRONMENT_FACTORY.package}")
         return make_scenario_environment(scenario)
-    with listing_searched_places("environments"):
+    with add_searched_places("environments"):
         environment = catalog.find("environment", environment_id)
     if alias := catalog.names("environment").get(environment_id):
         notify(f"environment.environment_id {environment_id} is {alias}, a built-in environment")

@@ -34,7 +34,7 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.problems import Problem
 from TrainingFactory.envs.self_play import is_self_play
 from TrainingFactory.protocols import Algorithm, ChatFormat, EnvironmentFactory, RewardFunction, Sampler
-from TrainingFactory.resolve.factories import listing_searched_places
+from TrainingFactory.resolve.factories import add_searched_places
 from TrainingFactory.rollout import RolloutEngine
 from TrainingFactory.rollout.branching import Branching
 from TrainingFactory.rollout.self_play import SelfPlayRollouts
@@ -57,7 +57,7 @@ def load(config: TrainingConfig, notify: Notify = lambda _: None) -> LoadedModel
     if is_endpoint(model.name):
         reject_endpoint(model.name)
     check_vision(config)
-    with listing_searched_places("models"):
+    with add_searched_places("models"):
         loaded_model = load_model(
             model.name,
             dtype=model.dtype,

@@ -30,7 +30,7 @@ class TensorBoard:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
-    def log_episodes(self, step: int, episodes: Sequence[Trajectory]) -> None:
+    def episodes(self, step: int, episodes: Sequence[Trajectory]) -> None:
         for label, text in _format_episodes(episodes).items():
             # TensorBoard renders Markdown; indented lines are shown literally.
             self._writer.add_text(f"episodes/{label}", indent(text, "    ", lambda _: True), step)
@@ -52,7 +52,7 @@ class WandB:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._run.log(metrics, step=step)
 
-    def log_episodes(self, step: int, episodes: Sequence[Trajectory]) -> None:
+    def episodes(self, step: int, episodes: Sequence[Trajectory]) -> None:
         rows = [[step, label, text] for label, text in _format_episodes(episodes).items()]
         self._run.log({"episodes": self._table(columns=["step", "which", "episode"], data=rows)}, step=step)
 
@@ -79,7 +79,7 @@ class MLflow:
         dotted_metrics = {name.replace("/", "."): value for name, value in metrics.items()}
         self._mlflow.log_metrics(dotted_metrics, step=step)
 
-    def log_episodes(self, step: int, episodes: Sequence[Trajectory]) -> None:
+    def episodes(self, step: int, episodes: Sequence[Trajectory]) -> None:
         for label, text in _format_episodes(episodes).items():
             self._mlflow.log_text(text, f"episodes/{step:06d}-{label.replace(' ', '-')}.txt")
 
@@ -127,8 +127,8 @@ class Trackers:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._call_trackers(lambda tracker: tracker.log(step, metrics))
 
-    def log_episodes(self, step: int, episodes: Sequence[Trajectory]) -> None:
-        self._call_trackers(lambda tracker: tracker.log_episodes(step, episodes))
+    def episodes(self, step: int, episodes: Sequence[Trajectory]) -> None:
+        self._call_trackers(lambda tracker: tracker.episodes(step, episodes))
 
     def close(self) -> None:
         self._call_trackers(lambda tracker: tracker.close())

@@ -22,15 +22,16 @@ def list_ids(*, as_json: Json = False) -> None:
     ```
     """
     from TrainingFactory.resolve import factories as project
-    from TrainingFactory.resolve.siblings import SIBLINGS
+    from TrainingFactory.resolve.siblings import SIBLING_FACTORIES
 
     targets = {
         kind: {
-            name: project.target_of(kind, entry) or "a conversation with tools" for name, entry in ids.items()
+            name: project.describe_target(kind, entry) or "a conversation with tools"
+            for name, entry in ids.items()
         }
         for kind, ids in project.read_entries().items()
     }
-    installed = {sibling.package: sibling.installed for sibling in SIBLINGS.values()}
+    installed = {sibling.package: sibling.installed for sibling in SIBLING_FACTORIES.values()}
     if as_json:
         print(json.dumps({"ids": targets, "installed": installed}, indent=2, ensure_ascii=False))
         return
@@ -69,4 +70,4 @@ def add(
     section = kind if kind == "compute" else f"{kind}s"
     project.add_entry(section, name, [target, *extra_targets])
     entry = project.read_entries()[section][name]
-    print(f"{project.IDS_FILE}: {name} is {project.target_of(section, entry)}")
+    print(f"{project.IDS_FILE}: {name} is {project.describe_target(section, entry)}")

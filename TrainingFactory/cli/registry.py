@@ -90,8 +90,8 @@ def show_(
         return
     rows = [("version", str(entry)), ("aliases", ", ".join(entry.aliases)), ("source", _format_source(entry))]
     rows += [("registered", f"{entry.created} by {entry.who}"), ("digest", entry.digest)]
-    rows += [("files", str(model_registry.folder(entry)))]
-    rows += [("base model", model_registry.base_name(entry))] if entry.base else []
+    rows += [("files", str(model_registry.get_model_folder(entry)))]
+    rows += [("base model", model_registry.get_base_name(entry))] if entry.base else []
     rows += [("description", entry.description)] if entry.description else []
     rows += [("tag", f"{key}={value}") for key, value in entry.tags.items()]
     for evaluation in evaluations:

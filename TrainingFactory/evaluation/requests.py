@@ -24,7 +24,7 @@ from TrainingFactory.evaluation.records import (
     make_record,
 )
 from TrainingFactory.evaluation.rollouts import RolloutReport
-from TrainingFactory.registry.catalogue import Catalogue, registry_path
+from TrainingFactory.registry.catalogue import Catalogue, get_registry_path
 from TrainingFactory.registry.rows import Version
 from TrainingFactory.resolve.model_names import ResolvedModel, TrainedBy, find_model
 from TrainingFactory.runs.folder import EVALUATIONS, RunFolder
@@ -129,7 +129,7 @@ def make_model_request(
     model_defaults = evaluations.make_overrides({"model": evaluations.make_sections(resolved)["model"]})
     overrides = [option for option in overrides if _get_option_key(option).startswith(MODEL_KEYS)]
     config = load_config(None, [*model_defaults, *overrides])
-    return _make_request(resolved, config, registry_path(runs, registry))
+    return _make_request(resolved, config, get_registry_path(runs, registry))
 
 
 def ask(
@@ -154,7 +154,7 @@ def ask(
         _check_objects(resolved_model.run, config, env is not None)
     if task_options and config.data.tasks == task_options["tasks"]:
         notify("note: the run has no held-out tasks, so its training tasks are used. To change: --tasks FILE")
-    return _make_request(resolved_model, config, registry_path(runs, registry))
+    return _make_request(resolved_model, config, get_registry_path(runs, registry))
 
 
 def _get_option_key(option: str) -> str:

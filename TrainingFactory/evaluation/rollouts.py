@@ -73,7 +73,7 @@ class Rollouts:
         reward_section = check_reward(config)
         check_group_size(select_reward(reward_section), group_size)
         self.environment: EnvironmentFactory = make_environment(config, self.tools.is_needed, notify)
-        with factories.listing_searched_places("datasets"):
+        with factories.add_searched_places("datasets"):
             self.tasks = list(user_objects.tasks or ()) or make_tasks(config, self.environment)
         self.config = config = with_vision(config, self.environment, self.tasks)
         build_rewards.check_tasks(reward_section, self.tasks)

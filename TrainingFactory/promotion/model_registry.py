@@ -17,21 +17,21 @@ from typing import Any
 from TrainingFactory.assembly.export import Dtype, ExportedModel, export
 from TrainingFactory.promotion.promotion import Decision, Promotion
 from TrainingFactory.registry.card import render_card
-from TrainingFactory.registry.catalogue import Catalogue, registry_path
+from TrainingFactory.registry.catalogue import Catalogue, get_registry_path
 from TrainingFactory.registry.lineage import LineageNode, make_run_node
 from TrainingFactory.registry.rows import Version
 from TrainingFactory.registry.to_mlflow import to_mlflow
 from TrainingFactory.resolve.model_names import ResolvedModel, find_model, with_original_model
 from TrainingFactory.runs.folder import RunFolder
 
-EVALUATIONS = "evaluations.jsonl"  # of a run
+EVALUATIONS_FILE = "evaluations.jsonl"  # of a run
 
 
 class ModelRegistry(Catalogue):
     """A registry that accepts any model name or run. `path` is its file, by default registry.sqlite in `runs`."""
 
     def __init__(self, path: str | Path | None = None, runs: str | Path = "runs") -> None:
-        super().__init__(registry_path(runs, path))
+        super().__init__(get_registry_path(runs, path))
         self.runs = Path(runs).expanduser()
 
     def register(
@@ -66,11 +66,12 @@ class ModelRegistry(Catalogue):
     ) -> ExportedModel:
         """Write a version in the layout of the Hugging Face hub: its files, lineage.json, and a model card."""
         version = self._get_verified_version(name)
-        exported = export(str(version), folder, merge, dtype, self.runs, self.path)
-        card = render_card(version, self.evaluations(name), exported.kind)
-        (exported.path / "README.md").write_text(card, encoding="utf-8")
-        (exported.path / "lineage.json").write_text(json.dumps(version.lineage, indent=1), encoding="utf-8")
-        return exported
+        exported_model = export(str(version), folder, merge, dtype, self.runs, self.path)
+        card = render_card(version, self.evaluations(name), exported_model.kind)
+        (exported_model.path / "README.md").write_text(card, encoding="utf-8")
+        lineage_text = json.dumps(version.lineage, indent=1)
+        (exported_model.path / "lineage.json").write_text(lineage_text, encoding="utf-8")
+        return exported_model
 
     def export_to_mlflow(self, name: str, uri: str, merge: bool = False) -> str:
         """Upload a version to MLflow (`uri`: sqlite:///mlflow.db, http://...); return its `models:/` URI."""
@@ -98,7 +99,7 @@ def _build_lineage(model: ResolvedModel) -> LineageNode:
 
 def _read_evaluations(model: ResolvedModel, lineage: LineageNode) -> list[dict[str, Any]]:
     """Return the evaluation records of a checkpoint from its run."""
-    if not isinstance(model.run, RunFolder) or not (path := model.run.path / EVALUATIONS).is_file():
+    if not isinstance(model.run, RunFolder) or not (path := model.run.path / EVALUATIONS_FILE).is_file():
         return []
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
     return [record for record in rows if record.get("model", {}).get("step") == lineage["step"]]

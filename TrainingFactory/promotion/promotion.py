@@ -50,14 +50,14 @@ class SequentialTest:
         random.Random(f"promotion {champion.conditions.seed}").shuffle(task_order)
         return cls(task_order, [_mean(champion_scores[task]) for task in task_order], gate.level, gate.alpha)
 
-    def differences(self, challenger_scores: Mapping[str, Sequence[bool]]) -> list[float]:
+    def compute_differences(self, challenger_scores: Mapping[str, Sequence[bool]]) -> list[float]:
         """Return the challenger's success rates minus the champion's, in order. Unscored tasks count as failed, so that
         a challenger cannot gain by making hard tasks unscorable."""
         rates = zip(self.task_order, self.champion_rates, strict=True)
         return [_mean(challenger_scores[task]) - rate for task, rate in rates if task in challenger_scores]
 
     def is_proved(self, differences: Sequence[float]) -> bool:
-        return sequential.first_rejection(differences, self.level, self.alpha) is not None
+        return sequential.find_rejection(differences, self.level, self.alpha) is not None
 
     def can_be_proved(self, differences: Sequence[float]) -> bool:
         """Return whether the test would pass if the challenger solved all remaining tasks."""
@@ -69,7 +69,7 @@ class SequentialTest:
         for episode in trajectories:
             if episode.reward is not None:
                 successes[episode.task.id].append(episode.reward.outcome > 0)
-        differences = self.differences(successes)
+        differences = self.compute_differences(successes)
         return self.is_proved(differences) or not self.can_be_proved(differences)
 
 
@@ -102,17 +102,17 @@ class Promotion:
         self.gate = self.suite.gate
         entries = {entry.title: entry for entry in self.suite.entries}
         self.main_entry = self.gate.entry or self.suite.entries[0].title
-        titles = [self.main_entry, *(guard.entry or self.main_entry for guard in self.gate.guards)]
-        self.titles = list(dict.fromkeys(titles))  # other entries of the suite are not evaluated
+        entry_titles = [self.main_entry, *(guard.entry or self.main_entry for guard in self.gate.guards)]
+        self.titles = list(dict.fromkeys(entry_titles))  # other entries of the suite are not evaluated
         required_suite = self.suite.model_copy(update={"entries": [entries[title] for title in self.titles]})
         options = [*overrides, key_value("logging.output_dir", str(runs))]
         self.models = [
             ComparedModel(str(model)) for model in (self.champion, self.version) if model is not None
         ]
-        for side in self.models:
-            model = make_model_request(side.name, options, runs, registry.path)
+        for compared_model in self.models:
+            model = make_model_request(compared_model.name, options, runs, registry.path)
             for evaluation in make_suite_evaluations(required_suite, model, folder, notify):
-                side.add_evaluation(evaluation)
+                compared_model.add_evaluation(evaluation)
         self.criteria = self.gate.describe(self.main_entry, first)
 
     def run(self, evaluate: Evaluator | None = None) -> Decision:
@@ -147,9 +147,9 @@ class Promotion:
             evaluation.should_stop = sequential_test.is_decided
         self._run_entry(challenger, 0, evaluate)
         challenger_scores = {
-            name: outcome.scored_episodes for name, outcome in _outcomes_by_task(challenger, 0).items()
+            name: outcome.scored_episodes for name, outcome in _get_outcomes_by_task(challenger, 0).items()
         }
-        differences = sequential_test.differences(challenger_scores)
+        differences = sequential_test.compute_differences(challenger_scores)
         num_tasks, lower_bound = len(differences), sequential.lower_bound(differences, sequential_test.alpha)
         progress = f"{num_tasks} of {len(sequential_test.task_order)} tasks"
         detail = (
@@ -160,7 +160,7 @@ class Promotion:
 
     def _check_guard(self, guard: Guard) -> GateCheck:
         entry_index = self.titles.index(guard.entry or self.main_entry)
-        outcomes = [_outcomes_by_task(model, entry_index) for model in self.models]
+        outcomes = [_get_outcomes_by_task(model, entry_index) for model in self.models]
         common_tasks = [task for task in outcomes[-1] if task in outcomes[0]]
         *champion_outcomes, challenger_outcomes = [
             [by_task[task] for task in common_tasks] for by_task in outcomes
@@ -215,7 +215,7 @@ def _run_evaluation(name: str, evaluation: RecordedEvaluation) -> None:
     evaluation.run()
 
 
-def _outcomes_by_task(model: ComparedModel, entry_index: int) -> dict[str, TaskOutcome]:
+def _get_outcomes_by_task(model: ComparedModel, entry_index: int) -> dict[str, TaskOutcome]:
     stored_record = model.stored_records[entry_index]
     assert stored_record is not None
     return {outcome.task: outcome for outcome in stored_record.record.outcomes}

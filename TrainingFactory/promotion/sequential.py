@@ -13,18 +13,18 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-BETS = np.linspace(0.05, 0.95, 19)
+BET_FRACTIONS = np.linspace(0.05, 0.95, 19)
 
 
 def log_capital(differences: ArrayLike, level: float = 0.0) -> NDArray[np.float64]:
     """Return the logarithm of the capital after each task; the tasks are the last axis."""
     log_gains = (np.asarray(differences, dtype=float) - level) / (1 + level)
-    log_capitals = np.cumsum(np.log1p(log_gains[..., None] * BETS), axis=-2)
+    log_capitals = np.cumsum(np.log1p(log_gains[..., None] * BET_FRACTIONS), axis=-2)
     peak = log_capitals.max(axis=-1)  # subtracted before exp, which would overflow after thousands of wins
     return peak + np.log(np.exp(log_capitals - peak[..., None]).mean(axis=-1))
 
 
-def first_rejection(differences: Sequence[float], level: float, alpha: float) -> int | None:
+def find_rejection(differences: Sequence[float], level: float, alpha: float) -> int | None:
     """Return the number of tasks after which the test rejects "the mean is at most `level`"; None if it never does."""
     rejections = np.flatnonzero(log_capital(differences, level) >= -math.log(alpha))
     return int(rejections[0]) + 1 if rejections.size else None
@@ -35,5 +35,5 @@ def lower_bound(differences: Sequence[float], alpha: float) -> float:
     low, high = -1.0, 1.0  # bisection, because the capital decreases with the level
     for _ in range(30):
         middle = (low + high) / 2
-        low, high = (low, middle) if first_rejection(differences, middle, alpha) is None else (middle, high)
+        low, high = (low, middle) if find_rejection(differences, middle, alpha) is None else (middle, high)
     return low

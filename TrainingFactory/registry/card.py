@@ -14,7 +14,7 @@ from TrainingFactory.models.names import TINY_ID, resolve_model_name
 from TrainingFactory.registry.lineage import list_ancestors, origin, render_tree
 from TrainingFactory.registry.rows import Version
 
-UNKNOWN = "unknown"
+UNKNOWN_LICENCE = "unknown"
 
 
 def render_card(version: Version, evaluations: Sequence[dict[str, Any]], export_kind: str) -> str:
@@ -23,7 +23,7 @@ def render_card(version: Version, evaluations: Sequence[dict[str, Any]], export_
     licence, licence_source = find_licence(base)
     front_matter: dict[str, Any] = {"library_name": "peft" if export_kind == "adapter" else "transformers"}
     front_matter |= {"pipeline_tag": "text-generation", "tags": ["training-factory", *version.tags]}
-    if licence != UNKNOWN:
+    if licence != UNKNOWN_LICENCE:
         front_matter["license"] = licence
     if (hub_id := resolve_model_name(base)).count("/") == 1 and not base.startswith((".", "/", "~")):
         front_matter["base_model"] = hub_id
@@ -47,7 +47,7 @@ def find_licence(base_model: str) -> tuple[str, str]:
             licence = re.search(r"^license:\s*(\S+)", front_matter[1], re.MULTILINE)
             if licence:
                 return licence[1], f" (according to {readme.name} of {base_model})"
-    return UNKNOWN, f": see the model card of {base_model}"
+    return UNKNOWN_LICENCE, f": see the model card of {base_model}"
 
 
 def _find_cached_readme(model_name: str) -> Path | None:
@@ -62,14 +62,15 @@ def _find_cached_readme(model_name: str) -> Path | None:
 def _format_evaluations(version: Version, evaluations: Sequence[dict[str, Any]]) -> list[str]:
     """Return a table of the evaluations; if there are none, of the run's last evaluation during training."""
     rows = [
-        f"| {format_title(record)} | {_interval(record['metrics'])} | {record.get('time', '')} |"
+        f"| {format_title(record)} | {_format_interval(record['metrics'])} | {record.get('time', '')} |"
         for record in evaluations
         if "success" in record.get("metrics", {})
     ]
     if not rows:
         metrics = list_ancestors(version.lineage)[-1].get("metrics", {})
         heldout = {k.removeprefix("eval/"): value for k, value in metrics.items() if k.startswith("eval/")}
-        rows = [f"| held-out tasks of the run | {_interval(heldout)} | |"] if "success" in heldout else []
+        if "success" in heldout:
+            rows = [f"| held-out tasks of the run | {_format_interval(heldout)} | |"]
     return ["| tasks | success (95 % interval) | time |", "|---|---|---|", *rows] if rows else ["None yet."]
 
 
@@ -81,7 +82,7 @@ def format_title(record: dict[str, Any]) -> str:
     return (" ".join(str(label) for label in labels if label) or "tasks") + task_count
 
 
-def _interval(metrics: dict[str, float]) -> str:
+def _format_interval(metrics: dict[str, float]) -> str:
     text = f"{metrics['success']:.3f}"
     if "success_low" in metrics:
         text += f" ({metrics['success_low']:.3f} to {metrics['success_high']:.3f})"

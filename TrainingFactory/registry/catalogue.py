@@ -17,9 +17,9 @@ from TrainingFactory.registry.rows import (
     VERSION_NAME,
     Version,
     check_name,
-    current_user,
     find_version,
     get_alias_number,
+    get_user,
     get_version,
     read_versions,
     utc_now,
@@ -32,7 +32,7 @@ REGISTRY_FILE = "registry.sqlite"
 ALIAS_MOVES = ("alias", "promote", "rollback")  # kinds of decisions that point an alias to a version
 
 
-def registry_path(runs: str | Path = "runs", path: str | Path | None = None) -> Path:
+def get_registry_path(runs: str | Path = "runs", path: str | Path | None = None) -> Path:
     """Return the registry's file: `path`, or by default registry.sqlite in the folder of runs."""
     return Path(path).expanduser() if path is not None else Path(runs).expanduser() / REGISTRY_FILE
 
@@ -51,7 +51,7 @@ class Catalogue:
         """Return the names of models and aliases, such as agent and agent@champion."""
         if not self.path.is_file():
             return []
-        with self._database.reading() as db:
+        with self._database.open_read_transaction() as db:
             aliases = [f"{row['model']}@{row['alias']}" for row in db.execute("SELECT * FROM aliases")]
             return sorted([*aliases, *(row["name"] for row in db.execute("SELECT name FROM models"))])
 
@@ -60,7 +60,7 @@ class Catalogue:
         Raise ValueError if the model has no such version or alias."""
         if (name_match := VERSION_NAME.fullmatch(version_name)) is None or not self.path.is_file():
             return None
-        with self._database.reading() as db:
+        with self._database.open_read_transaction() as db:
             return find_version(db, name_match)
 
     def get(self, version_name: str) -> Version:
@@ -74,20 +74,20 @@ class Catalogue:
         """Return the version number of an alias, or None if there is no such alias. Reads a single row."""
         if not self.path.is_file():
             return None
-        with self._database.reading() as db:
+        with self._database.open_read_transaction() as db:
             return get_alias_number(db, model, alias)
 
     def versions(self, model: str | None = None) -> list[Version]:
         """Return the versions of one model, or of all models, oldest first."""
         if not self.path.is_file():
             return []
-        with self._database.reading() as db:
+        with self._database.open_read_transaction() as db:
             return read_versions(db, model)
 
     def evaluations(self, version_name: str) -> list[dict[str, Any]]:
         """Return the evaluation records of a version, oldest first."""
         version = self.get(version_name)
-        with self._database.reading() as db:
+        with self._database.open_read_transaction() as db:
             rows = db.execute(
                 "SELECT record FROM evaluations WHERE model = ? AND number = ? ORDER BY id",
                 (version.model, version.number),
@@ -98,19 +98,19 @@ class Catalogue:
         """Return the history of a model's versions and aliases, oldest first."""
         if not self.path.is_file():
             return []
-        with self._database.reading() as db:
+        with self._database.open_read_transaction() as db:
             rows = db.execute("SELECT * FROM decisions WHERE model = ? ORDER BY id", (model,))
             return [dict(row) | {"evidence": json.loads(row["evidence"])} for row in rows]
 
-    def folder(self, version: Version) -> Path:
+    def get_model_folder(self, version: Version) -> Path:
         """Return the folder with a version's files: a whole model or an adapter."""
-        return self.store.folder(version.digest)
+        return self.store.get_model_folder(version.digest)
 
-    def base_name(self, version: Version) -> str:
+    def get_base_name(self, version: Version) -> str:
         """Return the base model of a version that is an adapter, as an argument for `load_model`."""
         base = version.base
         assert base is not None
-        return str(self.store.folder(base["digest"])) if base["digest"] else base["name"]
+        return str(self.store.get_model_folder(base["digest"])) if base["digest"] else base["name"]
 
     # writing
 
@@ -138,12 +138,12 @@ class Catalogue:
                 copies = []
                 for path, checksums in folders:
                     if self.store.find_damage(combine_digests(checksums)):
-                        with self._database.writing() as db:
+                        with self._database.open_write_transaction() as db:
                             self._remove_unused(db)  # free the disk space of files that killed processes left
-                            temp_folder = stack.enter_context(self.store.temporary_folder())
+                            temp_folder = stack.enter_context(self.store.open_temporary_folder())
                         self.store.copy(path, temp_folder, checksums)
                         copies.append((temp_folder, combine_digests(checksums)))
-                row = (base and json.dumps(base), json.dumps(lineage), description, current_user(), utc_now())
+                row = (base and json.dumps(base), json.dumps(lineage), description, get_user(), utc_now())
                 version = self._insert(model, copies, [digest, *base_digests], row, tags or {}, evaluations)
         return version
 
@@ -153,10 +153,10 @@ class Catalogue:
     ) -> Version | None:  # fmt: skip
         """Rename the copied files to their digests and insert the next version in one transaction. Return None if a
         model in `digests` is no longer stored."""
-        with self._database.writing() as db:
+        with self._database.open_write_transaction() as db:
             for temp_folder, digest in copies:
                 self.store.publish(temp_folder, digest)
-            if not all(self.store.folder(digest).is_dir() for digest in digests):
+            if not all(self.store.get_model_folder(digest).is_dir() for digest in digests):
                 return None
             db.execute("INSERT OR IGNORE INTO models VALUES (?, '', 0, ?)", (model, utc_now()))
             db.execute("UPDATE models SET newest = newest + 1 WHERE name = ?", (model,))
@@ -176,19 +176,19 @@ class Catalogue:
         """Point an alias to a version; return the version and the previous number of the alias. Raise ValueError if the
         previous number is not `expected` (None: the alias must be new; -1: any)."""
         check_name(alias, "alias")
-        with self._database.writing() as db:
+        with self._database.open_write_transaction() as db:
             version = get_version(db, name, self.path)
-            previous = get_alias_number(db, version.model, alias)
-            if expected != -1 and previous != expected:
+            old_number = get_alias_number(db, version.model, alias)
+            if expected != -1 and old_number != expected:
                 raise ValueError(
-                    f"{version.model}@{alias} was moved from version {expected or 'none'} to {previous or 'none'} by "
+                    f"{version.model}@{alias} was moved from version {expected or 'none'} to {old_number or 'none'} by "
                     "another process in the meantime. Check the registry, then try again"
                 )
-            return self._move_alias(db, version, alias, previous, kind, evidence), previous
+            return self._move_alias(db, version, alias, old_number, kind, evidence), old_number
 
     def rollback(self, model: str, alias: str) -> tuple[Version, int | None]:
         """Roll an alias back to its previous version; return that version and the number that it replaces."""
-        with self._database.writing() as db:
+        with self._database.open_write_transaction() as db:
             current = get_alias_number(db, model, alias)
             history: list[int] = []
             qmarks = ", ".join("?" * len(ALIAS_MOVES))
@@ -217,7 +217,7 @@ class Catalogue:
 
     def remove_alias(self, model: str, alias: str) -> int:
         """Remove an alias; return the number of its version."""
-        with self._database.writing() as db:
+        with self._database.open_write_transaction() as db:
             if (version_number := get_alias_number(db, model, alias)) is None:
                 raise ValueError(f"there is no {model}@{alias} in {self.path}")
             db.execute("DELETE FROM aliases WHERE model = ? AND alias = ?", (model, alias))
@@ -226,21 +226,21 @@ class Catalogue:
 
     def record_decision(self, name: str, alias: str, decision_kind: str, evidence: Any) -> None:
         """Record a decision that changes no alias, such as a refused promotion."""
-        with self._database.writing() as db:
+        with self._database.open_write_transaction() as db:
             version = get_version(db, name, self.path)
             previous_number = get_alias_number(db, version.model, alias)
             write_decision(db, version.model, alias, version.number, previous_number, decision_kind, evidence)
 
     def add_evaluation(self, version_name: str, record: Mapping[str, Any]) -> None:
         """Add an evaluation record to a version."""
-        with self._database.writing() as db:
+        with self._database.open_write_transaction() as db:
             version = get_version(db, version_name, self.path)
             write_evaluations(db, version.model, version.number, [record])
 
     def delete(self, version_name: str) -> tuple[Version, int]:
         """Delete a version without aliases, and the files that no other version uses; return the version and the
         number of bytes freed."""
-        with self._database.writing() as db:
+        with self._database.open_write_transaction() as db:
             version = get_version(db, version_name, self.path)
             if version.aliases:
                 aliases = " and ".join(f"{version.model}@{alias}" for alias in version.aliases)
@@ -250,15 +250,16 @@ class Catalogue:
                 db, version.model, None, version.number, None, "delete", {"digest": version.digest}
             )
         # Sweep after the commit: a process killed in between leaves unused files, never a version without files.
-        return version, self.sweep()
+        return version, self.remove_unused_files()
 
-    def sweep(self) -> int:
+    def remove_unused_files(self) -> int:
         """Remove files that no version uses; return the number of bytes freed."""
-        with self._database.writing() as db:
+        with self._database.open_write_transaction() as db:
             return self._remove_unused(db)
 
     def _remove_unused(self, db: sqlite3.Connection) -> int:
-        return self.store.sweep(set().union(*(version.digests for version in read_versions(db, None))))
+        used_digests = set().union(*(version.digests for version in read_versions(db, None)))
+        return self.store.remove_unused_models(used_digests)
 
     def verify(self, version_name: str | None = None) -> dict[str, list[str]]:
         """Check every byte of the stored files of one version, or of all; return the problems by version."""

@@ -13,7 +13,7 @@ from pathlib import Path
 SCHEMA_VERSION = 1
 APPLICATION_ID = 0x54466163  # SQLite application_id of a registry: "TFac"
 LOCK_TIMEOUT = 60.0  # seconds to wait for a lock
-TABLES = """
+TABLE_STATEMENTS = """
 CREATE TABLE models (name TEXT PRIMARY KEY, description TEXT NOT NULL, newest INTEGER NOT NULL, created TEXT NOT NULL);
 CREATE TABLE versions (
     model TEXT NOT NULL REFERENCES models(name), number INTEGER NOT NULL, digest TEXT NOT NULL, base TEXT,
@@ -43,7 +43,7 @@ class RegistryDatabase:
         self.path = path
 
     @contextmanager
-    def reading(self) -> Iterator[sqlite3.Connection]:
+    def open_read_transaction(self) -> Iterator[sqlite3.Connection]:
         """Yield a connection with a consistent snapshot of the registry; the file must exist."""
         with self._open() as connection:
             connection.execute("BEGIN")
@@ -51,7 +51,7 @@ class RegistryDatabase:
             connection.execute("COMMIT")
 
     @contextmanager
-    def writing(self) -> Iterator[sqlite3.Connection]:
+    def open_write_transaction(self) -> Iterator[sqlite3.Connection]:
         """Yield a connection for writing, while no other connection can write. Commit at the end, or roll back if an
         exception is raised."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -100,7 +100,7 @@ class RegistryDatabase:
         _enable_wal(connection)
         connection.execute("BEGIN IMMEDIATE")
         if _read_pragma(connection, "user_version") == 0:
-            for statement in TABLES.split(";\n"):
+            for statement in TABLE_STATEMENTS.split(";\n"):
                 connection.execute(statement)
             connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")

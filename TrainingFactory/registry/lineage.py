@@ -15,10 +15,10 @@ LineageNode = dict[str, Any]
 RUN_KEYS = {"run", "step", "config", "about", "tools", "metrics"}
 
 
-def make_run_node(run: RunFolder, checkpoint: Path) -> LineageNode:
+def make_run_node(run: RunFolder, checkpoint_folder: Path) -> LineageNode:
     """Return the lineage of a checkpoint: its run with config, environment, tools and metrics. `about` holds the
     lineage of the model that the run started from."""
-    file = checkpoint / "state.json"
+    file = checkpoint_folder / "state.json"
     step = json.loads(file.read_text(encoding="utf-8"))["step"] if file.is_file() else run.status.step
     records = [row for row in run.metrics() if row.get("step") == step]
     return {

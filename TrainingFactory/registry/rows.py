@@ -18,8 +18,9 @@ from TrainingFactory.common.texts import format_message
 from TrainingFactory.models.names import SUPPORTED_MODELS
 from TrainingFactory.registry.lineage import RUN_KEYS, LineageNode, list_ancestors
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-VERSION_NAME = re.compile(rf"(?P<model>{NAME.pattern})(:(?P<number>\d+)|@(?P<alias>{NAME.pattern}))?")
+NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_NAME = NAME_PATTERN.pattern
+VERSION_NAME = re.compile(rf"(?P<model>{_NAME})(:(?P<number>\d+)|@(?P<alias>{_NAME}))?")
 DIGEST_PATTERN = re.compile(r"[0-9a-f]{64}")
 # Names of checkpoints and versions, invalid as aliases.
 RESERVED_ALIASES = re.compile(r"step-\d+|best|last|latest|\d+")
@@ -51,8 +52,8 @@ class Version:
 
 def check_name(name: str, subject: str = "model") -> None:
     """Raise ValueError if `name` is not valid for a registered model or an alias; `subject` is "model" or "alias"."""
-    if not NAME.fullmatch(name):
-        raise ValueError(f"invalid {subject} name {name!r}: it must match {NAME.pattern}")
+    if not NAME_PATTERN.fullmatch(name):
+        raise ValueError(f"invalid {subject} name {name!r}: it must match {NAME_PATTERN.pattern}")
     if subject == "alias" and RESERVED_ALIASES.fullmatch(name):
         raise ValueError(f"invalid alias {name!r}: reserved for versions and checkpoints. Choose another")
     if subject == "model" and name.lower() in SUPPORTED_MODELS:
@@ -137,18 +138,18 @@ def write_evaluations(
 ) -> None:
     db.executemany(
         "INSERT INTO evaluations (model, number, record, who, created) VALUES (?, ?, ?, ?, ?)",
-        [(model, version_number, json.dumps(record), current_user(), utc_now()) for record in records],
+        [(model, version_number, json.dumps(record), get_user(), utc_now()) for record in records],
     )
 
 
 def write_decision(
-    db: sqlite3.Connection, model: str, alias: str | None, number: int | None, previous: int | None, kind: str,
+    db: sqlite3.Connection, model: str, alias: str | None, number: int | None, previous_number: int | None, kind: str,
     evidence: Any,
 ) -> None:  # fmt: skip
     db.execute(
         "INSERT INTO decisions (model, alias, number, was, kind, evidence, who, created) "
         "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-        (model, alias, number, previous, kind, json.dumps(evidence), current_user(), utc_now()),
+        (model, alias, number, previous_number, kind, json.dumps(evidence), get_user(), utc_now()),
     )
 
 
@@ -156,7 +157,7 @@ def utc_now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def current_user() -> str:
+def get_user() -> str:
     try:
         return f"{getpass.getuser()}@{socket.gethostname()}"
     except (OSError, KeyError):  # in containers, the user may have no name

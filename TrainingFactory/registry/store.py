@@ -32,9 +32,9 @@ except ImportError:  # Windows: without a lock, folders being written look like 
 
 # Files of a checkpoint that do not belong to the model; PEFT writes an empty README.md.
 EXCLUDED = (*TRAINING_STATE_FILES, "learner.json", "state.json", CHECKSUM_FILE, "README.md")
-WEIGHTS = ".safetensors"
+WEIGHTS_SUFFIX = ".safetensors"
 DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
-MODEL_SUFFIXES = (WEIGHTS, ".json", ".txt", ".model", ".jinja", ".tiktoken")
+MODEL_SUFFIXES = (WEIGHTS_SUFFIX, ".json", ".txt", ".model", ".jinja", ".tiktoken")
 
 
 def list_model_files(folder: Path) -> list[Path]:
@@ -61,11 +61,11 @@ class ModelStore:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def folder(self, digest: str) -> Path:
+    def get_model_folder(self, digest: str) -> Path:
         return self.path / digest
 
     @contextlib.contextmanager
-    def temporary_folder(self) -> Iterator[Path]:
+    def open_temporary_folder(self) -> Iterator[Path]:
         """Yield a new temporary folder, locked until it is renamed or removed. Enter this context in a transaction of
         the database."""
         self.path.mkdir(parents=True, exist_ok=True)
@@ -101,12 +101,12 @@ class ModelStore:
         in a transaction."""
         if not self.find_damage(digest):
             return
-        if os.path.lexists(self.folder(digest)):
-            os.rename(self.folder(digest), temp_folder.with_name(f".gone-{uuid4().hex}"))
-        os.rename(temp_folder, self.folder(digest))
+        if os.path.lexists(self.get_model_folder(digest)):
+            os.rename(self.get_model_folder(digest), temp_folder.with_name(f".gone-{uuid4().hex}"))
+        os.rename(temp_folder, self.get_model_folder(digest))
         sync(self.path)
 
-    def sweep(self, used_digests: set[str]) -> int:
+    def remove_unused_models(self, used_digests: set[str]) -> int:
         """Remove models that are not in `used_digests` and folders that killed processes left; return the freed
         bytes. Call it in a transaction, so that no other process is about to use one of them."""
         freed_bytes = 0
@@ -124,7 +124,7 @@ class ModelStore:
 
     def find_damage(self, digest: str) -> list[str]:
         """Return the problems of a stored model: missing, changed and unexpected files. Empty: it is intact."""
-        folder = self.folder(digest)
+        folder = self.get_model_folder(digest)
         try:
             problems = [f"{folder / name} is missing or changed" for name in find_modified_files(folder)]
             paths = sorted(folder.iterdir())
@@ -148,8 +148,10 @@ def read_model_checksums(folder: Path) -> dict[str, str]:
             f"{folder} is damaged: {', '.join(damaged_files)}: missing or different from {CHECKSUM_FILE}"
         )
     files = list_model_files(folder)
-    if not any(path.suffix == WEIGHTS for path in files):
-        raise ValueError(f"{folder} has no {WEIGHTS} weights. Convert the model: other formats can run code")
+    if not any(path.suffix == WEIGHTS_SUFFIX for path in files):
+        raise ValueError(
+            f"{folder} has no {WEIGHTS_SUFFIX} weights. Convert the model: other formats can run code"
+        )
     root = folder.resolve()
     allowed_folders = [root, root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [root]
     for path in files:

@@ -9,7 +9,7 @@ from typing import Any
 from TrainingFactory.registry.card import format_title
 from TrainingFactory.registry.rows import Version
 
-EXPERIMENT = "training-factory"
+EXPERIMENT_NAME = "training-factory"
 
 
 def to_mlflow(version: Version, folder: Path, uri: str, evaluations: Sequence[dict[str, Any]]) -> str:
@@ -23,9 +23,9 @@ def to_mlflow(version: Version, folder: Path, uri: str, evaluations: Sequence[di
         ) from error
     try:
         client = MlflowClient(tracking_uri=uri, registry_uri=uri)
-        existing = client.get_experiment_by_name(EXPERIMENT)
+        existing = client.get_experiment_by_name(EXPERIMENT_NAME)
         experiment_id = (
-            existing.experiment_id if existing else client.create_experiment(EXPERIMENT, _artifact_uri(uri))
+            existing.experiment_id if existing else client.create_experiment(EXPERIMENT_NAME, _make_uri(uri))
         )
         run = client.create_run(experiment_id, run_name=str(version), tags=_format_tags(version))
         run_id = run.info.run_id
@@ -52,7 +52,7 @@ def to_mlflow(version: Version, folder: Path, uri: str, evaluations: Sequence[di
     return f"models:/{version.model}/{new_version.version}"
 
 
-def _artifact_uri(uri: str) -> str | None:
+def _make_uri(uri: str) -> str | None:
     """Return the URI of the artifact folder beside a local SQLite database; None for any other `uri`, so that the
     MLflow server decides."""
     if not uri.startswith("sqlite:///"):

@@ -21,7 +21,7 @@ from TrainingFactory.config.problems import ConfigError, KeyLocations, Problem
 from TrainingFactory.config.schema import sections
 from TrainingFactory.data.datasets import find_builtin_dataset, is_path
 from TrainingFactory.data.disk import write_atomically
-from TrainingFactory.resolve.siblings import COMPUTE, DATA, SIBLINGS, Allocation, get_rows
+from TrainingFactory.resolve.siblings import COMPUTE, DATA_FACTORY, SIBLING_FACTORIES, Allocation, get_rows
 from TrainingFactory.training.dataset import UserObjects, read_objects
 
 IDS_FILE = "factories.yaml"
@@ -59,7 +59,7 @@ def read_entries() -> EntriesByKind:
                         problems.append(dataclasses.replace(problem, key=(kind, str(name), *inner_key)))
     template = "refers to {!r}, which is itself an id in this file. Write the target of that id"
     for kind, ids in configs.items():
-        targets = {name: target_of(kind, config) for name, config in ids.items()}
+        targets = {name: describe_target(kind, config) for name, config in ids.items()}
         chained_ids = {name: target for name, target in targets.items() if target != name and target in ids}
         problems += [Problem((kind, name), template.format(target)) for name, target in chained_ids.items()]
     if problems:
@@ -101,13 +101,13 @@ def parse_entry(kind: str, entry: Any) -> TrainingConfig:
     if not entry.keys() & {"tools", *sections()}:
         entry = {section: dict(entry)}
     config = TrainingConfig(**entry)
-    if target_of(kind, config) is None and not (kind == "environments" and config.tools):
+    if describe_target(kind, config) is None and not (kind == "environments" and config.tools):
         example = "be a mapping such as {num_gpus: 8}" if kind == "compute" else f"set {section}.{key}"
         raise ConfigError([Problem((), f"must {example}")])
     return config
 
 
-def target_of(kind: str, config: TrainingConfig) -> str | None:
+def describe_target(kind: str, config: TrainingConfig) -> str | None:
     """Return the target of a factories.yaml entry as one line; None for an environment that has only tools."""
     if kind == "compute":
         section = config.compute
@@ -139,7 +139,7 @@ def resolve_ids(config: TrainingConfig, notify: Notify = lambda _: None) -> Trai
             if id_ not in entries[kind]:
                 continue
             entry = entries[kind][id_]
-            target = target_of(kind, entry)
+            target = describe_target(kind, entry)
             config = _fill_unset(config, entry, id_keys)
             if kind != "compute":  # a resumed run looks its allocation up again
                 config = _set_options(config, section, {key: target})
@@ -182,8 +182,8 @@ def with_dataset_rows(
 def _find_rows(option: str, dataset_id: str | None, notify: Notify) -> Any:
     if dataset_id is None or is_path(dataset_id) or Path(dataset_id).exists():
         return None
-    if (dataset := DATA.find_object(dataset_id)) is not None:
-        notify(f"data.{option} {dataset_id} is a dataset of {DATA.package}")
+    if (dataset := DATA_FACTORY.find_object(dataset_id)) is not None:
+        notify(f"data.{option} {dataset_id} is a dataset of {DATA_FACTORY.package}")
         return get_rows(dataset)
     if find_builtin_dataset(dataset_id) is not None:
         notify(f"data.{option} {dataset_id} is a small dataset that comes with TrainingFactory")
@@ -214,19 +214,20 @@ def with_allocation(config: TrainingConfig, allocation: Allocation | None, notif
     ValueError if the config asks for more GPUs than the allocation has."""
     if allocation is None:
         return config
-    num_gpus_, num_gpus = config.compute.num_gpus, allocation.num_gpus
-    if num_gpus_ is not None and num_gpus is not None and num_gpus_ > num_gpus:
-        raise ValueError(f"compute.num_gpus={num_gpus_}, but allocation {allocation.id} has {num_gpus} GPUs")
+    config_gpus, num_gpus = config.compute.num_gpus, allocation.num_gpus
+    if config_gpus is not None and num_gpus is not None and config_gpus > num_gpus:
+        allocated = f"allocation {allocation.id} has {num_gpus} GPUs"
+        raise ValueError(f"compute.num_gpus={config_gpus}, but {allocated}")
     options = {"num_gpus": num_gpus, "backend": allocation.backend}
     entry = TrainingConfig(compute={key: value for key, value in options.items() if value is not None})
-    config_ = _fill_unset(config, entry, ())
+    config = _fill_unset(config, entry, ())
     if num_gpus is not None:
-        notify(f"allocation {allocation.id} has {num_gpus} GPUs: compute.num_gpus={config_.compute.num_gpus}")
-    return config_
+        notify(f"allocation {allocation.id} has {num_gpus} GPUs: compute.num_gpus={config.compute.num_gpus}")
+    return config
 
 
 @contextmanager
-def listing_searched_places(kind: str) -> Iterator[None]:
+def add_searched_places(kind: str) -> Iterator[None]:
     """Add the other places that were searched to the error for an unknown name raised in the block."""
     try:
         yield
@@ -239,7 +240,7 @@ def make_id_error(kind: str, name: str, last_error: object) -> ValueError:
     hint = did_you_mean(nearest(name, read_entries()[kind], cutoff=0.5))
     reason = f"not under {kind}{hint}" if Path(IDS_FILE).is_file() else "no such file in this folder"
     note = f"in {IDS_FILE} ({reason})"
-    if sibling := SIBLINGS.get(kind):
+    if sibling := SIBLING_FACTORIES.get(kind):
         reason = "unknown id" if sibling.installed else "not installed"
         note += f" and in {sibling.package} ({reason})"
     return ValueError(f"{last_error}\nAlso searched for {name!r} {note}. See {find_docs('FACTORIES.md')}")

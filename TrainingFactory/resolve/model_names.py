@@ -26,7 +26,7 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.problems import Problem
 from TrainingFactory.data.disk import TRAINING_STATE_FILES, find_modified_files
 from TrainingFactory.models.names import SUPPORTED_MODELS, TINY_IDS, TORCH_SEED_PREFIX, resolve_model_name
-from TrainingFactory.registry.catalogue import Catalogue, registry_path
+from TrainingFactory.registry.catalogue import Catalogue, get_registry_path
 from TrainingFactory.registry.lineage import make_run_node
 from TrainingFactory.registry.rows import Version
 from TrainingFactory.registry.store import read_digest
@@ -84,7 +84,7 @@ def find_model(name: str, runs: str | Path = "runs", registry: str | Path | None
     """Resolve a model name; raise ValueError with the closest match if it is unknown. `registry` is the registry's
     file, by default in the folder of runs."""
     runs = Path(runs).expanduser()
-    catalogue = Catalogue(registry_path(runs, registry))
+    catalogue = Catalogue(get_registry_path(runs, registry))
     name = factories.get_target(name) or name
     local_path = Path(name).expanduser()
     if is_endpoint(name) or resolve_model_name(name) in TINY_IDS or name.lower() in SUPPORTED_MODELS:
@@ -182,9 +182,8 @@ def with_original_model(run: TrainedBy, config: TrainingConfig | None = None) ->
     origin = run.run_info.get(MODEL_KEY) or {}
     original_config = _with_model_options(config or run.config, origin.get("meant", {}))
     model = original_config.model
-    if (
-        resolve_model_name(model.name) in TINY_IDS and origin.get("drawn_by") is None
-    ):  # started before version 0.2
+    # Started before version 0.2.
+    if resolve_model_name(model.name) in TINY_IDS and origin.get("drawn_by") is None:
         return _with_model_options(
             original_config,
             {"revision": f"{TORCH_SEED_PREFIX}{(model.revision or '0').removeprefix(TORCH_SEED_PREFIX)}"},
@@ -213,13 +212,13 @@ def _find_folder(section: Mapping[str, Any]) -> Path | None:
     return Path(name) if name else None
 
 
-def _resolve_run(name: str, runs: Path) -> ResolvedModel | None:
+def _resolve_run(name: str, runs_folder: Path) -> ResolvedModel | None:
     """Resolve the name or folder of a run, or one of its checkpoints; return None if it is not a run."""
     path, name_match = Path(name).expanduser(), CHECKPOINT_NAME.fullmatch(name)
     if path.parent.name == "checkpoints" and path.is_dir() and is_run(path.parent.parent):
         return _resolve_checkpoint(name, RunFolder(path.parent.parent), path)
     run_path = Path(name_match["run"] if name_match else name).expanduser()
-    folder = next((folder for folder in (runs / run_path, run_path) if is_run(folder)), None)
+    folder = next((folder for folder in (runs_folder / run_path, run_path) if is_run(folder)), None)
     if folder is None:
         return None
     run = RunFolder(folder)
@@ -267,8 +266,8 @@ def _find_modified_files(folder: Path, file_stats: tuple[Any, ...]) -> list[str]
 
 
 def _resolve_version(name: str, version: Version, catalogue: Catalogue) -> ResolvedModel:
-    folder, lineage = catalogue.folder(version), version.lineage
-    for stored_folder in map(catalogue.store.folder, sorted(version.digests)):
+    folder, lineage = catalogue.get_model_folder(version), version.lineage
+    for stored_folder in map(catalogue.store.get_model_folder, sorted(version.digests)):
         if not stored_folder.is_dir() or _find_damaged_files(stored_folder):
             raise ValueError(f"{version} is damaged. For details run: tfactory registry verify {version}")
     trained_by = None
@@ -276,16 +275,16 @@ def _resolve_version(name: str, version: Version, catalogue: Catalogue) -> Resol
         trained_by = RecordedRun(str(version), TrainingConfig(**lineage["config"]), lineage["about"])
     if version.base is None:
         return ResolvedModel(name, str(folder), None, folder, trained_by, version)
-    return ResolvedModel(name, catalogue.base_name(version), str(folder), folder, trained_by, version)
+    return ResolvedModel(name, catalogue.get_base_name(version), str(folder), folder, trained_by, version)
 
 
-def _resolve_folder(name: str, path: Path, runs: Path) -> ResolvedModel:
+def _resolve_folder(name: str, path: Path, runs_folder: Path) -> ResolvedModel:
     """Resolve a folder with a model, or with an adapter, whose adapter_config.json names its base model."""
     if (path / "config.json").is_file():
         return ResolvedModel(name, name, None, path)
     if not (path / ADAPTER).is_file():
-        if path.parent == runs:
-            RunFolder.find(name, runs)  # raises the error for an incomplete run
+        if path.parent == runs_folder:
+            RunFolder.find(name, runs_folder)  # raises the error for an incomplete run
         raise ValueError(
             f"model {name!r}: the folder {path} has no config.json, as a model has, and no {ADAPTER}, as an adapter "
             "has"

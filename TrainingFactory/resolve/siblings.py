@@ -59,10 +59,10 @@ class SiblingFactory:
             return None
 
 
-DATA = SiblingFactory("DataFactory", "DatasetManager", "get_dataset", "get_dataset")
-ENVIRONMENTS = SiblingFactory("EnvironmentFactory", "ScenarioBuilder", "get_scenario", "get_scenario")
+DATA_FACTORY = SiblingFactory("DataFactory", "DatasetManager", "get_dataset", "get_dataset")
+ENVIRONMENT_FACTORY = SiblingFactory("EnvironmentFactory", "ScenarioBuilder", "get_scenario", "get_scenario")
 COMPUTE = SiblingFactory("ComputeFactory", "ResourceManager", "get_allocation", "allocate_resource")
-SIBLINGS = {"datasets": DATA, "environments": ENVIRONMENTS, "compute": COMPUTE}
+SIBLING_FACTORIES = {"datasets": DATA_FACTORY, "environments": ENVIRONMENT_FACTORY, "compute": COMPUTE}
 
 
 def get_rows(dataset: Any) -> Any:

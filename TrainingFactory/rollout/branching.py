@@ -28,6 +28,7 @@ from TrainingFactory.types import Completion, SamplersLost, Step, Trajectory, Tu
 
 log = logging.getLogger(__name__)
 Player = Callable[[EpisodeRun], Coroutine[Any, Any, None]]
+ForkMethod = Literal["own", "fresh", "replay"]
 
 
 @dataclass(slots=True, frozen=True)
@@ -78,7 +79,7 @@ class PathBudget:
     """Budget of one path through a tree of forked episodes: its shares of the task's `max_episodes` and `max_tokens`,
     and its number of forks so far."""
 
-    leaves: int | None  # leaves that the path may still end in; None: no limit
+    max_leaves: int | None  # leaves that the path may still end in; None: no limit
     tokens: int | None  # sampled tokens left
     forks: int = 0  # so far
     num_counted_turns: int = 0  # turns whose tokens are subtracted
@@ -89,17 +90,17 @@ class PathBudget:
             self.tokens -= sum(len(turn.completion.token_ids) for turn in turns[self.num_counted_turns :])
         self.num_counted_turns = len(turns)
 
-    def allows(self, continuations: int, turn_tokens: int) -> bool:
-        """Return whether the remaining budget gives each of the `continuations` one episode and `turn_tokens`
+    def allows(self, num_continuations: int, turn_tokens: int) -> bool:
+        """Return whether the remaining budget gives each of the continuations one episode and `turn_tokens`
         tokens."""
-        has_episodes = self.leaves is None or self.leaves >= continuations
-        return has_episodes and (self.tokens is None or self.tokens >= continuations * turn_tokens)
+        has_episodes = self.max_leaves is None or self.max_leaves >= num_continuations
+        return has_episodes and (self.tokens is None or self.tokens >= num_continuations * turn_tokens)
 
     def divide(self, n: int) -> list[PathBudget]:
         """Return one budget per continuation of a fork: an equal share of the remaining episodes and tokens."""
         return [
             PathBudget(
-                share(self.leaves, n, i), share(self.tokens, n, i), self.forks + 1, self.num_counted_turns
+                share(self.max_leaves, n, i), share(self.tokens, n, i), self.forks + 1, self.num_counted_turns
             )
             for i in range(n)
         ]
@@ -113,7 +114,7 @@ def is_stateless(environment: Environment) -> bool:
     return all(getattr(tool, "options", ToolOptions()).pure for tool in environment.executor.tools)
 
 
-def choose_fork_method(environment: Environment, replay: bool) -> Literal["own", "fresh", "replay"] | None:
+def choose_fork_method(environment: Environment, may_replay: bool) -> ForkMethod | None:
     """Return how to fork an environment: "own" calls its `fork`; "fresh" makes another one, because it has no state;
     "replay" makes another one and repeats the steps. None: it cannot fork. An environment whose tools have a session
     per episode does not use `fork`, because `fork` does not copy the state of the session."""
@@ -125,7 +126,7 @@ def choose_fork_method(environment: Environment, replay: bool) -> Literal["own",
     has_sessions = isinstance(environment, ToolEnvironment) and environment.executor.has_session_state
     if fork is not ... and not has_sessions:
         return "own"
-    return "replay" if replay else None
+    return "replay" if may_replay else None
 
 
 @dataclass(slots=True)
@@ -134,8 +135,8 @@ class ForkPoint:
 
     ids: list[int]  # prompt of the next turn
     turn_keys: list[EpisodeKey]  # key under which the tool calls of each shared turn are recorded
-    batches: int  # tool batches of the shared turns
-    method: Literal["own", "fresh", "replay"]
+    num_batches: int  # tool batches of the shared turns
+    method: ForkMethod
     timeout: float
 
     async def enter(self, run: EpisodeRun, environment: Environment) -> list[int]:
@@ -170,7 +171,7 @@ class ForkPoint:
                     executor.use_key(self.turn_keys[index], records=False)
                 _check_replayed_step(index, turn, await environment.step(copy.deepcopy(turn.message)), run)
         if executor is not None:
-            executor.use_key(run.key, batches=self.batches)
+            executor.use_key(run.key, batches=self.num_batches)
 
 
 def _check_replayed_step(turn_index: int, turn: Turn, step: Step, run: EpisodeRun) -> None:
@@ -295,7 +296,7 @@ class EpisodeForest:
         run: EpisodeRun,
         environment: Environment,
         prompt_ids: list[int],
-        method: Literal["own", "fresh", "replay"],
+        method: ForkMethod,
         branch: int,
         depth: int,
         budget: PathBudget,
@@ -324,8 +325,9 @@ class EpisodeForest:
             parent=parent.member,
             fork_turn=len(parent.turns),
         )
-        batches = environment.executor.batches if isinstance(environment, ToolEnvironment) else 0
-        fork_point = ForkPoint(prompt_ids, _collect_turn_keys(run), batches, method, self.branching.timeout)
+        num_batches = environment.executor.batches if isinstance(environment, ToolEnvironment) else 0
+        turn_keys, timeout = _collect_turn_keys(run), self.branching.timeout
+        fork_point = ForkPoint(prompt_ids, turn_keys, num_batches, method, timeout)
         if isinstance(forked, ToolEnvironment) and isinstance(environment, ToolEnvironment):
             forked.executor.continue_from(environment.executor, fork_key, forked)
         child = run.fork(trajectory, functools.partial(self.seeds[group_index], member), fork_point, forked)

@@ -54,7 +54,7 @@ LARGE_TEXT_CHARS = 50_000  # characters from which tokenizing takes longer than 
 class EpisodeSettings:
     """Settings shared by all episodes of a rollout engine."""
 
-    environment: Callable[[Task], Environment]
+    make_environment: Callable[[Task], Environment]
     chat: ChatFormat
     params: SamplingParams
     reward: RewardFunction | None = None
@@ -178,7 +178,7 @@ class EpisodeRun:
         try:
             if self.environment is None:
                 with _user_code("making the environment"):
-                    self.environment = self.rules.environment(self.trajectory.task)
+                    self.environment = self.rules.make_environment(self.trajectory.task)
             await run_within(self.rules.timeout, self._play_turns(self.environment), self.rules.clock)
         except _Stop as stop:
             self._end_episode(stop.status, stop.error)
@@ -210,7 +210,7 @@ class EpisodeRun:
             self.session_closed_at = time.perf_counter()
             self.session.close()
 
-    def episode(self) -> OpenEpisode | None:
+    def make_open_episode(self) -> OpenEpisode | None:
         """Return the reward function's input; None if the episode failed, because then it cannot be scored."""
         trajectory, environment = self.trajectory, self.environment
         if environment is None or trajectory.status in ("error", "tool_failure") or not trajectory.turns:
@@ -262,13 +262,13 @@ class EpisodeRun:
         """Return the prompt of the next turn, and the kind of its fold (None: the prompt is not folded)."""
         if self.context is None:
             if len(ids) > rules.limit:
-                raise _Stop("error", folding.first_prompt_error(len(ids), rules))
+                raise _Stop("error", folding.format_first_prompt_error(len(ids), rules))
             self.context = folding.Context.begin(self.trajectory.prompt, ids)
             return ids, None
         self.context.add(self.trajectory.turns[-1])
         if len(ids) <= rules.limit:
             return ids, None
-        if self.context.folds < rules.max_folds:
+        if self.context.num_folds < rules.max_folds:
             context = await self._fold_context(rules)
             if context is not self.context:
                 self.context = context
@@ -276,10 +276,12 @@ class EpisodeRun:
                     arguments = (context, self.rules.chat, self.trajectory.tools)
                     folded_ids = await in_thread(folding.render_context, *arguments)
                 if len(folded_ids) >= self.max_length:
-                    raise _Stop("truncated", folding.too_long_error(len(folded_ids), self.max_length, rules))
+                    error_text = folding.format_too_long_error(len(folded_ids), self.max_length, rules)
+                    raise _Stop("truncated", error_text)
                 return folded_ids, rules.fold
         if len(ids) >= self.max_length:
-            error_text = folding.no_fold_error(len(ids), self.max_length, self.context.folds, rules)
+            num_folds = self.context.num_folds
+            error_text = folding.format_no_fold_error(len(ids), self.max_length, num_folds, rules)
             raise _Stop("truncated", error_text)
         return ids, None
 
@@ -292,7 +294,7 @@ class EpisodeRun:
         with _TEMPLATE_CODE:
             ids = await in_thread(folding.render_request, last_turn, settings.template, self.rules.chat)
         if len(ids) >= self.max_length:
-            raise _Stop("truncated", folding.no_room_error(len(ids), self.max_length, settings))
+            raise _Stop("truncated", folding.format_no_room_error(len(ids), self.max_length, settings))
         turn = await self._sample_turn(ids, settings.summary_tokens)
         turn.summary = True
         turn.message.tool_calls.clear()  # nothing executes them
@@ -376,7 +378,7 @@ class EpisodeRun:
     async def _score_episode(self) -> None:
         trajectory = self.trajectory
         try:
-            if (episode := self.episode()) is None:
+            if (episode := self.make_open_episode()) is None:
                 return
             with episode.executor.measure("reward"):
                 score_coroutine = score(episode, self.rules.reward)

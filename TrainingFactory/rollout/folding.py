@@ -24,7 +24,7 @@ SUMMARY_REQUEST = (
     "facts and results that the task still needs, and the next step. Do not call a tool."
 )
 SUMMARY_TITLE = "Summary of the conversation so far:"
-PLACEHOLDER = "[result removed]"
+RESULT_PLACEHOLDER = "[result removed]"
 TASK_LOST = "fold/task_lost"  # signal of the first turn after a fold that removed the user's task
 
 
@@ -38,7 +38,7 @@ class Folding:
     max_folds: int = 16  # per episode
     summary_tokens: int = 256
     template: str = SUMMARY_REQUEST  # asks the model for a summary
-    placeholder: str = PLACEHOLDER  # replaces a tool result
+    placeholder: str = RESULT_PLACEHOLDER  # replaces a tool result
     function: FoldFunction | None = None
 
 
@@ -58,7 +58,7 @@ class Context:
     head: list[Message]
     turns: list[ContextTurn] = field(default_factory=list)
     head_ids: list[int] | None = None
-    folds: int = 0
+    num_folds: int = 0
     task: list[Message] = field(default_factory=list)  # `head` before any fold: system prompt and task
 
     @classmethod
@@ -123,14 +123,16 @@ async def fold(context: Context, folding: Folding) -> Context:
         turns = [*map(_drop_reasoning, older_turns), *recent_turns]
     else:
         turns = [*(_replace_results(turn, folding.placeholder) for turn in older_turns), *recent_turns]
-    return context if turns == context.turns else replace(context, turns=turns, folds=context.folds + 1)
+    if turns == context.turns:
+        return context
+    return replace(context, turns=turns, num_folds=context.num_folds + 1)
 
 
 def with_summary(context: Context, summary: str) -> Context:
     """Return the context of the system prompt, the task and a summary, without turns. The summary follows the text of
     the last user message, because many chat templates reject two user messages in a row."""
     head = with_user_text(context.task, f"{SUMMARY_TITLE}\n{summary}")
-    return replace(context, head=head, head_ids=None, turns=[], folds=context.folds + 1)
+    return replace(context, head=head, head_ids=None, turns=[], num_folds=context.num_folds + 1)
 
 
 def render_context(context: Context, chat: ChatFormat, tools: Sequence[ToolSpec]) -> list[int]:
@@ -222,7 +224,7 @@ async def _fold_with_function(context: Context, folding: Folding) -> Context:
             unmatched_turns.remove(match)
             turns[index] = replace(turn, token_ids=match.token_ids)
     head_ids = context.head_ids if head == context.head else None
-    return replace(context, head=head, head_ids=head_ids, turns=turns, folds=context.folds + 1)
+    return replace(context, head=head, head_ids=head_ids, turns=turns, num_folds=context.num_folds + 1)
 
 
 def _check_messages(messages: object, function: str) -> None:
@@ -266,26 +268,26 @@ def _check_turns(turns: Sequence[ContextTurn], function: str) -> None:
             )
 
 
-def first_prompt_error(size: int, folding: Folding) -> str:
+def format_first_prompt_error(size: int, folding: Folding) -> str:
     return (
         f"{KEY}.limit is {folding.limit}, but the first prompt already has {size} tokens: raise the limit above the "
         "prompt with its tools, or shorten the prompt"
     )
 
 
-def too_long_error(size: int, max_length: int, folding: Folding) -> str:
+def format_too_long_error(size: int, max_length: int, folding: Folding) -> str:
     option = f"{KEY}.fold={folding.fold}"
     return f"the prompt has {size} tokens after folding ({option}), but model.max_length is {max_length}"
 
 
-def no_fold_error(size: int, max_length: int, folds: int, folding: Folding) -> str:
+def format_no_fold_error(size: int, max_length: int, folds: int, folding: Folding) -> str:
     reason = (
         "nothing more can be removed" if folds < folding.max_folds else f"{KEY}.max_folds={folds} is reached"
     )
     return f"the prompt has {size} tokens, model.max_length is {max_length}, and {reason} ({KEY}.fold={folding.fold})"
 
 
-def no_room_error(size: int, max_length: int, folding: Folding) -> str:
+def format_no_room_error(size: int, max_length: int, folding: Folding) -> str:
     return (
         f"the prompt with the request for a summary has {size} tokens, but model.max_length is {max_length}: lower "
         f"{KEY}.limit ({folding.limit}), so that the last tool result and the summary fit below it"

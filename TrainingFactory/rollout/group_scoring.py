@@ -61,7 +61,7 @@ class GroupRun:
 
     def _open_episode(self, run: EpisodeRun) -> OpenEpisode | None:
         try:
-            return run.episode()
+            return run.make_open_episode()
         except Exception as error:  # the environment's tools are user code
             run.trajectory.error = format_error(error)
             return None

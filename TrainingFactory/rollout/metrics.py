@@ -115,7 +115,7 @@ def _compute_branching_metrics(trajectories: Sequence[Trajectory], turns: Sequen
     }
     rewards = [
         (weight, episode.reward.outcome + sum(episode.reward.steps))
-        for weight, episode in zip(leaf_weights(trajectories), trajectories, strict=True)
+        for weight, episode in zip(get_leaf_weights(trajectories), trajectories, strict=True)
         if episode.reward is not None
     ]
     if rewards:
@@ -123,7 +123,7 @@ def _compute_branching_metrics(trajectories: Sequence[Trajectory], turns: Sequen
     return metrics
 
 
-def leaf_weights(trajectories: Sequence[Trajectory]) -> list[float]:
+def get_leaf_weights(trajectories: Sequence[Trajectory]) -> list[float]:
     """Return the weight of each episode: the product of 1 / continuations over the forks on its path, so that the
     weights of all episodes of a tree sum to 1."""
     episodes = {(episode.group, episode.member): episode for episode in trajectories}

@@ -34,9 +34,9 @@ class OpenEpisode:
         return await call_tool(self.executor, tool, arguments)
 
 
-async def call_tool(executor: AsyncToolExecutor, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
+async def call_tool(executor: AsyncToolExecutor, tool_name: str, arguments: Mapping[str, Any]) -> ToolResult:
     """Call one tool; raise ToolFailure if it timed out or is unavailable."""
-    [result] = await executor.batch_execute([ToolCall(tool, dict(arguments))])
+    [result] = await executor.batch_execute([ToolCall(tool_name, dict(arguments))])
     if result.error in ("timeout", "unavailable"):
         raise ToolFailure(result.content)
     return result

@@ -18,7 +18,7 @@ class FlatBatch:
 
     tokens: np.ndarray  # [N]
     positions: np.ndarray  # [N]
-    slots: np.ndarray  # [N] slot of each token; `table.slots`: padding
+    slots: np.ndarray  # [N] slot of each token; `table.num_slots`: padding
     fed_counts: np.ndarray  # [R] tokens of each dense row
     rows: np.ndarray  # [M] slot
     offsets: np.ndarray  # [M] 0: after the row's last known token; k: after k guesses; negative: before it
@@ -52,11 +52,10 @@ class GraphInputs(NamedTuple, Generic[Data]):
     positions: Data  # [N]
     cache_positions: Data  # [tables * N] positions of the pool to write
     logit_tokens: Data  # [M] tokens whose logits are drawn from; empty in the second leg: all
-    target_slots: Data  # [M] slot whose latest token the draw becomes; `table.slots`: the draw is not used
+    target_slots: Data  # [M] slot whose latest token the draw becomes; `table.num_slots`: not used
     rope: Data  # [3 * N] rotary positions; empty if they are `positions`
-    state_slots: (
-        Data  # [R] rows of the state cache of the dense rows; `table.slots`: padding; empty without states
-    )
+    # [R] rows of the state cache of the dense rows; `table.num_slots`: padding; empty without states
+    state_slots: Data
     stops: Data  # [M * K] stop tokens of each draw's slot; empty without states
 
     def without_effects(self, unused_slot: int) -> GraphInputs[np.ndarray]:

@@ -8,7 +8,7 @@ import numpy as np
 CONTEXT_TOKENS = 3  # tokens that a draft depends on
 NUM_ENTRIES = 1 << 16  # entries of the table; a collision only causes a wrong draft
 MIN_TRUST = 1  # consecutive correct predictions after which an entry is used
-SURE = 3  # consecutive correct predictions that are counted at most
+MAX_TRUST = 3  # consecutive correct predictions that are counted at most
 
 
 class DraftTable:
@@ -44,6 +44,7 @@ class DraftTable:
         """Update the predictions: tokens [M] have followed contexts [M, CONTEXT_TOKENS]."""
         entries = self._find_entries(contexts)
         is_correct, trust = self._next[entries] == tokens, self._trust[entries]
-        self._trust[entries] = np.where(is_correct, np.minimum(trust + 1, SURE), np.maximum(trust - 1, 0))
+        new_trust = np.where(is_correct, trust + 1, trust - 1)
+        self._trust[entries] = new_trust.clip(0, MAX_TRUST)
         is_replaced = ~is_correct & (trust == 0)
         self._next[entries[is_replaced]] = tokens[is_replaced]

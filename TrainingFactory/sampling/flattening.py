@@ -25,7 +25,7 @@ def flatten_plan(table: SlotTable, plan: StepPlan, trunk: int, layout: TileLayou
     num_tokens = chunk_start + (CHUNK if table.deterministic and len(plan.slots) else int(plan.counts.sum()))
     num_tokens = num_tokens if layout is None else chunk_start + layout.chunk_tokens
     tokens, positions = np.zeros(num_tokens, np.int64), np.full(num_tokens, trunk)
-    token_slots = np.full(num_tokens, table.slots)
+    token_slots = np.full(num_tokens, table.num_slots)
     row_starts = fed_counts.cumsum() - fed_counts  # [R] flat index of each row's first token
     stored_lengths, dense_starts = table.stored[plan.dense], row_starts[plan.dense]
     tokens[dense_starts] = table.ids[plan.dense, stored_lengths]
@@ -46,7 +46,9 @@ def flatten_plan(table: SlotTable, plan: StepPlan, trunk: int, layout: TileLayou
         positions[chunk_range], token_slots[chunk_range] = stored_lengths, slots
     logit_rows = _find_logit_rows(table, plan, fed_counts, row_starts)
     if layout is not None:  # pad the rows of logits to the graph's shape; without a graph, draw at least once
-        num_rows = int(fed_counts.sum()) + layout.pieces if layout.is_recorded else max(1, len(logit_rows[0]))
+        num_rows = max(1, len(logit_rows[0]))
+        if layout.is_recorded:
+            num_rows = int(fed_counts.sum()) + layout.num_chunk_tiles
         logit_rows = [pad_to(array, num_rows) for array in logit_rows]
     return FlatBatch(tokens, positions, token_slots, fed_counts, *logit_rows)
 
@@ -93,7 +95,7 @@ def make_draw_inputs(table: SlotTable, batch: FlatBatch) -> DrawInputs[np.ndarra
 def select_rope(table: SlotTable, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Return the rotary positions [N, 3] of the tokens at these positions of their slots. Those of padding tokens are
     arbitrary."""
-    return table.rope[np.minimum(slots, table.slots - 1), :, np.minimum(positions, table.max_length - 1)]
+    return table.rope[np.minimum(slots, table.num_slots - 1), :, np.minimum(positions, table.max_length - 1)]
 
 
 def apply_draws(

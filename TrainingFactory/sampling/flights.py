@@ -62,7 +62,7 @@ class AsyncRunner(Runner):
         if fused.can_attend(self.shapes):
             self._kernels = kernels
             model_type = self.model.config.get_text_config().model_type
-            self._fused_class_of = fused.REPLACEMENTS.get(model_type)
+            self._get_fused_class = fused.FUSED_CLASS_GETTERS.get(model_type)
             self.refresh()
 
     def refresh(self) -> None:
@@ -83,7 +83,7 @@ class AsyncRunner(Runner):
             if self._kernels is None:
                 raise
             log.warning("Sampling without the fused GPU kernels, which is slower: %s", error)
-            self._kernels = self._fused_class_of = None
+            self._kernels = self._get_fused_class = None
             self.refresh()
             super()._compare_logits()
 
@@ -94,8 +94,8 @@ class AsyncRunner(Runner):
     def _add_kernel_inputs(self, step: StepContext, positions: torch.Tensor) -> StepContext:
         if self._kernels is not None:
             step.attend, step.positions, zero = self._kernels.attend, positions, self._positions[:1]
-            step.rows = Tiles(1, 1) if step.num_dense else None
-            step.pieces = (
+            step.row_tiles = Tiles(1, 1) if step.num_dense else None
+            step.chunk_tiles = (
                 None if step.num_dense else Tiles(len(positions), 1, positions, zero, zero + len(positions))
             )
         return step
@@ -130,11 +130,11 @@ class AsyncRunner(Runner):
         tokens, logprobs = (array[flight.is_used] for array in unpack_draws(flight.samples, flight.is_used))
         is_current = table.epoch[flight.slots] == flight.epochs
         if num_first < len(tokens):  # drop second tokens after a stop
-            is_ended = np.zeros(table.slots, bool)
+            is_ended = np.zeros(table.num_slots, bool)
             is_ended[flight.slots[:num_first]] = table.are_stops(flight.slots[:num_first], tokens[:num_first])
             is_current[num_first:] &= ~is_ended[flight.slots[num_first:]]
         slots = flight.slots[is_current]
-        table.in_flight -= np.bincount(slots, minlength=table.slots)
+        table.in_flight -= np.bincount(slots, minlength=table.num_slots)
         logprobs = require_finite(logprobs[is_current])
         return SampledTokens(slots, flight.positions[is_current], tokens[is_current], logprobs)
 
@@ -144,7 +144,7 @@ class AsyncRunner(Runner):
         if self._kernels is None:
             return super()._feed_tokens(plan, cache, dense_end, chunk_end)
         kernels, table, shape = self._kernels, self.table, self.shapes[0]
-        layout = plan_tiles(plan, table, shape.num_queries // shape.heads)
+        layout = plan_tiles(plan, table, shape.num_queries // shape.num_key_heads)
         batch = flatten_plan(table, plan, 0, layout)
         draws, images = make_draw_inputs(table, batch), dict[str, Any]()
         dense = plan.rows * (plan.span or 1)
@@ -158,7 +158,7 @@ class AsyncRunner(Runner):
         legs = [(first_inputs, draws)]
         if is_recorded and plan.may_run_twice and plan.rows:
             legs.append(self._make_second_leg(plan, batch, is_scaled=draws.temperature is not None))
-        chunks = self._chunk_rows(plan, dense) if self.states.shapes else []
+        chunks = self._make_chunk_rows(plan, dense) if self.states.shapes else []
 
         def run_step(tensors: list[torch.Tensor]) -> torch.Tensor:
             tensor_iterator, leg_samples = iter(tensors), []
@@ -170,7 +170,7 @@ class AsyncRunner(Runner):
                 context.attend, context.positions = kernels.attend, inputs.positions
                 layout.assign_tensors(context, plan, tiles)
                 has_chunks = len(plan.slots) and not leg_index
-                context.pieces = context.pieces if has_chunks else None
+                context.chunk_tiles = context.chunk_tiles if has_chunks else None
                 ids = self._fill_in_flight_tokens(inputs.tokens)
                 keep = inputs.logit_tokens if has_chunks else 0
                 self._prepare_states(inputs, chunks if has_chunks else ())
@@ -190,7 +190,7 @@ class AsyncRunner(Runner):
             self._check_graphs(cache)
             key_sizes = len(draws.tensors) - 1, len(legs), len(first_inputs.stops)
             key = plan.rows, plan.span, *key_sizes, *layout.key
-            dry_legs = [(inputs.without_effects(table.slots), draws) for inputs, draws in legs]
+            dry_legs = [(inputs.without_effects(table.num_slots), draws) for inputs, draws in legs]
             samples = self._graphs.run(key, _arrays_of(legs, layout), _arrays_of(dry_legs, layout), run_step)
         if samples is None:
             samples = run_step(to_device(_arrays_of(legs, layout), self.device))
@@ -208,7 +208,7 @@ class AsyncRunner(Runner):
         tokens, positions = np.where(is_used, -1 - rows, 0), batch.positions[: plan.rows].copy()
         positions[slots] = next_positions
         inputs = self._make_graph_inputs(
-            tokens, np.where(is_used, rows, table.slots), positions, plan.rows, rows, is_used
+            tokens, np.where(is_used, rows, table.num_slots), positions, plan.rows, rows, is_used
         )
         batch.rows = np.concatenate((batch.rows, rows))
         batch.is_used = np.concatenate((batch.is_used, is_used))

@@ -24,22 +24,21 @@ import torch
 
 from TrainingFactory.common.image_tokens import VIRTUAL, find_image
 from TrainingFactory.sampling.batches import SampledTokens
-from TrainingFactory.sampling.cache.view import get_causal_lm, model_error, routes_tokens
+from TrainingFactory.sampling.cache.view import get_causal_lm, make_error, routes_tokens
 from TrainingFactory.sampling.compaction import exchange_slots, find_exchanges
 from TrainingFactory.sampling.drafts import CONTEXT_TOKENS, DraftTable
 from TrainingFactory.sampling.flights import AsyncRunner, InFlightStep
 from TrainingFactory.sampling.planning import GUESSED_TOKENS, StepPlan, StepPlanner
 from TrainingFactory.sampling.requests import AdmissionRound, SamplingRequest, SessionSlot
-from TrainingFactory.sampling.table import MARGIN, SlotTable
+from TrainingFactory.sampling.table import MARGIN_TOKENS, SlotTable
 from TrainingFactory.types import Completion, SamplingParams, Weights
 
 if TYPE_CHECKING:
     from TrainingFactory.models.vision import Vision
 
 COMPACT_AFTER = 3  # consecutive steps with fewer than half of the rows in use
-MAX_STEPS_AHEAD = (
-    16  # consecutive steps launched ahead before one waits, to check whether drafts are available
-)
+# Consecutive steps launched ahead before one waits, to check whether drafts are available.
+MAX_STEPS_AHEAD = 16
 
 
 class NativeSession:
@@ -99,10 +98,10 @@ class NativeEngine:
         causal = get_causal_lm(model)
         if deterministic and routes_tokens(causal):
             reason = "the batches of its experts depend on timing, so it has no deterministic mode"
-            raise model_error(causal.config.model_type, reason)
+            raise make_error(causal.config.model_type, reason)
         if deterministic and vision is not None and vision.sees_whole_images:
             reason = "its image tokens see later ones, so it has no deterministic mode with images"
-            raise model_error(causal.config.model_type, reason)
+            raise make_error(causal.config.model_type, reason)
         on_cuda = causal.device.type == "cuda"
         rope_of = vision.compute_rope if vision is not None and vision.has_rope else None
         self._table = SlotTable(slots, max_length, deterministic=deterministic, rope_of=rope_of)
@@ -115,7 +114,7 @@ class NativeEngine:
         # The contents of the draft table depend on timing, so deterministic mode has none. Recurrent layers cannot take
         # back a wrong draft.
         self._drafts = DraftTable() if guesses and not deterministic and not is_recurrent else None
-        guesses = min(guesses, MARGIN - 1)  # pages are reserved for MARGIN tokens
+        guesses = min(guesses, MARGIN_TOKENS - 1)  # pages are reserved for MARGIN_TOKENS tokens
         token_budget = prefill_tokens or (8192 if self._runner.tiled else 4096 if on_cuda else 1024)
         self._planner = StepPlanner(self._table, token_budget, self._drafts, guesses, few_shapes=on_cuda)
         self._planner.tiled = self._runner.tiled
@@ -124,9 +123,8 @@ class NativeEngine:
         self._flight: InFlightStep | None = None  # the launched step whose tokens have not been fetched
         self._steps_ahead = 0  # steps launched ahead since one waited; negative: drafts are worth waiting for
         self.policy_version = 0
-        self.max_length = (
-            self._table.max_length
-        )  # less than requested if the cache holds no sequence of that length
+        # Less than requested if the cache holds no sequence of that length.
+        self.max_length = self._table.max_length
         self.sessions = 0  # currently open
         self.stats = self._table.stats
         self._deterministic = deterministic
@@ -135,9 +133,8 @@ class NativeEngine:
         self._lock = threading.RLock()  # the garbage collector may close a session in a thread that has it
         self._inbox: deque[SamplingRequest | SessionSlot] = deque()
         self._is_working = False
-        self._on_idle: Callable[[], object] | None = (
-            None  # hold new turns, and call this once when no turn runs
-        )
+        # Hold new turns, and call this once when no turn runs.
+        self._on_idle: Callable[[], object] | None = None
         # Used by the worker only.
         self._waiting_requests: deque[SamplingRequest] = deque()
         self._sparse_steps = 0  # consecutive steps with fewer than half of the rows in use
@@ -151,7 +148,7 @@ class NativeEngine:
     def session(self) -> NativeSession:
         if self._deterministic and not self.sessions:
             # The next session gets the first slot, so that a batch does not depend on earlier ones.
-            while self._num_opened % self._table.slots:
+            while self._num_opened % self._table.num_slots:
                 self._num_opened += 1
                 self._post_message(SessionSlot(self._num_opened - 1, is_closed=True))
         self._num_opened += 1
@@ -362,13 +359,13 @@ class NativeEngine:
         if flight is not None:
             self._record_sampled(self._runner.land(flight))
 
-    def _count_step(self, plan: StepPlan, legs: int = 1) -> None:
+    def _count_step(self, plan: StepPlan, num_legs: int = 1) -> None:
         stats = self.stats
         stats.prefilled += int(plan.counts.sum())
         stats.guessed += int(plan.guess_counts.sum())
-        stats.forwards += legs
-        stats.decodes += legs if plan.rows else 0
-        stats.rows += (plan.rows if plan.feeds_unused else len(plan.dense)) * legs
+        stats.forwards += num_legs
+        stats.decodes += num_legs if plan.rows else 0
+        stats.rows += (plan.rows if plan.feeds_unused else len(plan.dense)) * num_legs
 
     def _record_sampled(self, sampled: SampledTokens) -> None:
         """Write the sampled tokens to the slot table, and deliver the completions of finished turns."""
@@ -376,7 +373,8 @@ class NativeEngine:
         self.stats.sampled += len(sampled.slots)
         finished_requests = [table.finish(slot, self.policy_version) for slot in table.accept(*sampled)]
         if self._drafts is not None and len(sampled.slots) < GUESSED_TOKENS:  # with more rows, no drafts
-            self._drafts.learn(table.recent(sampled.slots, sampled.positions, CONTEXT_TOKENS), sampled.tokens)
+            contexts = table.get_recent_tokens(sampled.slots, sampled.positions, CONTEXT_TOKENS)
+            self._drafts.learn(contexts, sampled.tokens)
         if finished_requests:
             self._deliver_results(finished_requests)
 

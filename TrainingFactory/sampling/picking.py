@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 Data = TypeVar("Data", bound=np.ndarray | torch.Tensor)  # on the host or on the device
-BLOCK = 32  # tokens of the vocabulary per partial sum of a draw
+BLOCK_TOKENS = 32  # tokens of the vocabulary per partial sum of a draw
 BELOW_ONE = 1 - 2.0**-40
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -70,9 +70,9 @@ def draw(
     and that total, both [M, 1]; never a token of weight zero. With `rows` [M], draw i uses the weights `rows[i]`."""
     # Choose the block of tokens first, then the token in it. This takes one pass over the vocabulary and no long sum in
     # float32, in which a token of probability 3e-8 would be lost.
-    if padding := -weights.shape[-1] % BLOCK:
+    if padding := -weights.shape[-1] % BLOCK_TOKENS:
         weights = torch.nn.functional.pad(weights, (0, padding))
-    blocks = weights.unflatten(-1, (-1, BLOCK))
+    blocks = weights.unflatten(-1, (-1, BLOCK_TOKENS))
     block_sums = blocks.sum(-1).double()  # [M, blocks]
     block_ends = block_sums.cumsum(-1)
     if rows is not None:
@@ -85,12 +85,12 @@ def draw(
     # Relative position in the block; below 1 despite rounding, so that the point is before the block's end.
     block_share = ((cutoff - block_ends.gather(1, block)) / block_sum + 1).clamp_(0, BELOW_ONE)
     if rows is None:
-        block_values = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0]
+        block_values = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK_TOKENS))[:, 0]
     else:
         block_values = blocks[rows, block[:, 0]]
     token_ends = block_values.cumsum(-1, dtype=torch.float64)
     token_index = (token_ends <= block_share * token_ends[:, -1:]).sum(-1, keepdim=True)
-    return block * BLOCK + token_index, total_mass
+    return block * BLOCK_TOKENS + token_index, total_mass
 
 
 def pick(

@@ -58,18 +58,17 @@ class StepPlanner:
             return self._plan_deterministic_step(dense_slots, prefill_queue)
         rows = int(dense_slots[-1]) + 1 if len(dense_slots) else 0
         if self.few_shapes and rows:
-            rows = round_up_rows(rows, table.slots)
+            rows = round_up_rows(rows, table.num_slots)
         chunk_slots, counts, max_count, budget = [], [], 0, self.prefill_tokens
         if self.tiled and rows:
             waiting_tokens = (table.chunked[prefill_queue] - table.stored[prefill_queue]).sum()
             budget = min(budget, next((limit for limit in PIECES[1:] if waiting_tokens <= 2 * limit), budget))
         for slot in prefill_queue[table.used[prefill_queue].argsort(kind="stable")].tolist():
-            count = min(table.chunk_end(slot) - int(table.stored[slot]), budget)
+            count = min(table.find_chunk_end(slot) - int(table.stored[slot]), budget)
             if self.keeps_images_whole:
                 stored = int(table.stored[slot])
-                count = (
-                    find_image_end(table.ids[slot, : table.chunked[slot]], stored, stored + count) - stored
-                )
+                known_ids = table.ids[slot, : table.chunked[slot]]
+                count = find_image_end(known_ids, stored, stored + count) - stored
             num_tokens = sum(counts) + count if self.tiled else (len(chunk_slots) + 1) * max(max_count, count)
             if chunk_slots and num_tokens > budget:
                 continue
@@ -105,7 +104,7 @@ class StepPlanner:
         guesses, guess_counts = np.zeros((num_dense, max_guesses), np.int64), np.zeros(num_dense, np.int64)
         if self.drafts is not None:
             guesses, guess_counts = self.drafts.guess(
-                table.recent(plan.dense, known_lengths, CONTEXT_TOKENS), max_guesses
+                table.get_recent_tokens(plan.dense, known_lengths, CONTEXT_TOKENS), max_guesses
             )
             guess_counts = np.minimum(guess_counts, table.limit[plan.dense] - known_lengths - 1)
         if self.few_shapes:
@@ -121,9 +120,8 @@ class StepPlanner:
         """Replace the guesses of a row by its known tokens that the cache lacks."""
         stored_lengths = self.table.stored[dense]
         for row in np.flatnonzero(stored_lengths + 1 < known_lengths):
-            unsent_ids = self.table.ids[dense[row], stored_lengths[row] + 1 : known_lengths[row]][
-                : guesses.shape[1]
-            ]
+            unsent_ids = self.table.ids[dense[row], stored_lengths[row] + 1 : known_lengths[row]]
+            unsent_ids = unsent_ids[: guesses.shape[1]]
             guesses[row, : len(unsent_ids)] = unsent_ids
             guess_counts[row] = len(unsent_ids)
 
@@ -131,7 +129,7 @@ class StepPlanner:
         """Plan a step of deterministic mode: a single chunk, or one decoding row per slot."""
         table = self.table
         if not len(prefill_queue):
-            return StepPlan(dense, table.slots, feeds_unused=True)
+            return StepPlan(dense, table.num_slots, feeds_unused=True)
         slots = prefill_queue[:1]
         counts = np.minimum(CHUNK - table.stored[slots] % CHUNK, table.chunked[slots] - table.stored[slots])
         return StepPlan(dense[:0], slots=slots, counts=counts)

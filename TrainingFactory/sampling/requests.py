@@ -24,9 +24,8 @@ class EngineStats:
     guessed: int = 0  # draft tokens fed
     evictions: int = 0  # sessions that lost their slot to another one
     preemptions: int = 0  # sessions that released their pages to an older one
-    recomputed: int = (
-        0  # cached tokens fed again, because no state of the recurrent layers was stored after them
-    )
+    # Cached tokens fed again, because no state of the recurrent layers was stored after them.
+    recomputed: int = 0
 
 
 @dataclass(slots=True, eq=False)

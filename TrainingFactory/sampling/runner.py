@@ -26,11 +26,11 @@ from TrainingFactory.sampling.cache.pages import PAGE, CachePages
 from TrainingFactory.sampling.cache.states import ModelStates, StateCache, StateRows, chunk_rows, dense_rows
 from TrainingFactory.sampling.cache.store import LayerShape, PagedCache, get_free_memory, list_windows
 from TrainingFactory.sampling.cache.view import (
-    ATTENTION,
+    ATTENTION_NAME,
     check_model,
     find_cached_layers,
+    make_error,
     make_view,
-    model_error,
 )
 from TrainingFactory.sampling.flattening import apply_draws, flatten_plan, make_draw_inputs, select_rope
 from TrainingFactory.sampling.gpu.graphs import DecodeGraphs, to_device
@@ -61,7 +61,7 @@ class Runner:
         self.vocabulary: int = embeddings.num_embeddings
         self.device: torch.device = embeddings.weight.device
         self.model_type = model.config.model_type
-        self._fused_class_of: Callable[[torch.nn.Module], type[torch.nn.Module] | None] | None = None
+        self._get_fused_class: Callable[[torch.nn.Module], type[torch.nn.Module] | None] | None = None
         self.states = ModelStates()  # of recurrent layers
         self.refresh()
         self.shapes = self._probe_layer_shapes()
@@ -78,10 +78,9 @@ class Runner:
         self._is_fused = is_supported and self.device.type == "cpu"  # by the CPU's fused kernel
         self.launches_ahead = False  # steps are launched before the tokens of the previous step are known
         self._prefix_lengths: dict[tuple[int, bytes], int] = {}
-        self._latest_tokens = torch.zeros(table.slots + 1, dtype=torch.long, device=self.device)  # by slot
-        self._has_ended = torch.zeros(
-            table.slots + 1, dtype=torch.bool, device=self.device
-        )  # `_latest_tokens` follows a stop
+        self._latest_tokens = torch.zeros(table.num_slots + 1, dtype=torch.long, device=self.device)
+        # Whether `_latest_tokens`, which are by slot too, follow a stop.
+        self._has_ended = torch.zeros(table.num_slots + 1, dtype=torch.bool, device=self.device)
         self._graphs = DecodeGraphs(self.device) if self.device.type == "cuda" else None
         self._choose_kernels()
         self._compare_logits()
@@ -91,7 +90,7 @@ class Runner:
 
     def refresh(self) -> None:
         """Rebuild the view of the model, because the model's adapters or modules may have changed."""
-        self.view = make_view(self.model, ATTENTION, self._fused_class_of)
+        self.view = make_view(self.model, ATTENTION_NAME, self._get_fused_class)
         self.states.attach(self.view)
         self._weights_moved = True  # the addresses in CUDA graphs may be stale
 
@@ -103,7 +102,7 @@ class Runner:
         cached_layers = find_cached_layers(self.model)
         recorded_layers = {shape.layer for shape in (*step.shapes, *self.states.shapes)}
         if not step.shapes or recorded_layers != cached_layers:
-            raise model_error(
+            raise make_error(
                 self.model_type,
                 f"{len(step.shapes)} of its {len(cached_layers)} layers use the attention interface, and "
                 f"{len(self.states.shapes)} are recurrent",
@@ -138,7 +137,7 @@ class Runner:
         exact = None if self.dtype == torch.float32 else _compute_float32_logits(eager_model, ids)
         own_error = 0.0 if exact is None else _measure_error(expected, exact)
         if exact is None or not _measure_error(engine_logits, exact) < min(2 * own_error, 0.5):
-            raise model_error(
+            raise make_error(
                 self.model_type, f"its logits through the slot cache are off by {error:.1%} of their spread"
             )
 
@@ -231,14 +230,14 @@ class Runner:
         leader_plan = plan if twin_rows is None else select_leaders(plan, twin_rows)
         if self.states.cache is not None:
             dense = batch.slots[: int(batch.fed_counts.sum())]
-            dense_states = [dense_rows(dense, self.table.slots, self.device)] if len(dense) else []
-            self.states.begin(self.states.cache, [*dense_states, *self._chunk_rows(plan, len(dense))])
+            dense_states = [dense_rows(dense, self.table.num_slots, self.device)] if len(dense) else []
+            self.states.begin(self.states.cache, [*dense_states, *self._make_chunk_rows(plan, len(dense))])
         rows, fed_counts = slice(0, plan.rows), batch.fed_counts
         if not plan.feeds_unused:
             rows, fed_counts = cover_slots(leader_plan.dense, batch.fed_counts[leader_plan.dense])
         chunks, counts = cover_slots(leader_plan.slots, leader_plan.counts)
         rope = EMPTY if self.table.rope_of is None else select_rope(self.table, batch.slots, batch.positions)
-        arrays = make_step_inputs(batch, self._cache_positions(batch), twin_rows, fed_counts, counts, rope)
+        arrays = make_step_inputs(batch, self._locate_tokens(batch), twin_rows, fed_counts, counts, rope)
         images: dict[str, Any] = {}
         if self.vision is not None:
             if self.vision.sees_whole_images:
@@ -276,7 +275,7 @@ class Runner:
             self._latest_tokens[batch.rows[batch.is_used]] = samples[0, batch.is_used].long()
         return samples
 
-    def _chunk_rows(self, plan: StepPlan, num_dense: int) -> list[StateRows]:
+    def _make_chunk_rows(self, plan: StepPlan, num_dense: int) -> list[StateRows]:
         """Return the rows that recurrent layers prefill. They begin after `num_dense` tokens of decoding rows."""
         positions = self.table.stored[plan.slots]
         first_token = int(positions[0]) % CHUNK if self.table.deterministic and len(positions) else num_dense
@@ -290,12 +289,10 @@ class Runner:
         The first `dense` tokens belong to decoding rows."""
         table = self.table
         cache_positions = table.pages.locate(slots, positions).ravel()
-        target_slots = np.where(is_used, rows, table.slots)
-        rope = (
-            EMPTY
-            if table.rope_of is None
-            else select_rope(self.table, slots, positions).T.ravel().astype(np.int64)
-        )
+        target_slots = np.where(is_used, rows, table.num_slots)
+        rope = EMPTY
+        if table.rope_of is not None:
+            rope = select_rope(table, slots, positions).T.ravel().astype(np.int64)
         inputs = GraphInputs(
             tokens, positions, cache_positions, logit_tokens, target_slots, rope, EMPTY, EMPTY
         )
@@ -313,7 +310,7 @@ class Runner:
         is_in_flight = inputs.tokens[:num_rows] < 0
         has_ended = self._has_ended.index_select(0, inputs.state_slots) & is_in_flight
         self._has_ended.index_copy_(0, inputs.state_slots, has_ended)
-        slots = torch.where(has_ended, self.table.slots, inputs.state_slots)
+        slots = torch.where(has_ended, self.table.num_slots, inputs.state_slots)
         dense_states = [StateRows(slice(0, num_rows), slots, num_rows)] if num_rows else []
         self.states.begin(self.states.cache, [*dense_states, *chunks])
 
@@ -332,7 +329,8 @@ class Runner:
         if plan.feeds_unused or len(rows) < 2 or self.states.shapes:  # fixed shapes: a row less saves nothing
             return None
         counts = np.concatenate((batch.fed_counts[plan.dense], plan.counts))
-        return find_twins(self.table.hashes[rows], self.table.marks(batch.tokens, batch.positions), counts)
+        token_hashes = self.table.hash_tokens(batch.tokens, batch.positions)
+        return find_twins(self.table.hashes[rows], token_hashes, counts)
 
     def _compute_logits(
         self, ids: torch.Tensor, positions: torch.Tensor, step: StepContext, logit_tokens: torch.Tensor | int,
@@ -369,7 +367,7 @@ class Runner:
 
         self._check_graphs(cache)
         arrays, dry_arrays = (
-            [*leg, *draws.tensors] for leg in (inputs, inputs.without_effects(self.table.slots))
+            [*leg, *draws.tensors] for leg in (inputs, inputs.without_effects(self.table.num_slots))
         )
         key = plan.rows, plan.span, width, *map(len, arrays)
         return self._graphs.run(key, arrays, dry_arrays, run_step)
@@ -381,7 +379,7 @@ class Runner:
             self._graphs.drop_stale_graphs(self.model, [*tensors, *cache.tables])
             self._weights_moved = False
 
-    def _cache_positions(self, batch: FlatBatch) -> np.ndarray:
+    def _locate_tokens(self, batch: FlatBatch) -> np.ndarray:
         return self.table.pages.locate(batch.slots, batch.positions).ravel()
 
     def _make_attention_part(

@@ -36,14 +36,14 @@ def size_states(table: SlotTable, shapes: Sequence[StateShape], memory_bytes: in
             f"{memory_bytes / 2**20:.1f} MiB are available for states and KV cache. Use a smaller model or raise "
             "sampling.cache_gib."
         )
-    num_slots = table.slots
+    num_slots = table.num_slots
     num_rows -= 1  # for padding
     if num_rows < num_slots + num_slots // 2:
         num_slots = min(num_slots, max(1, num_rows * 2 // 3))
-        if num_slots < table.slots:
+        if num_slots < table.num_slots:
             log.warning(
                 "Sampling with %d slots instead of %d, because the states of a recurrent model need %.1f MiB a slot",
-                num_slots, table.slots, row_bytes / 2**20,
+                num_slots, table.num_slots, row_bytes / 2**20,
             )  # fmt: skip
             table.resize(num_slots, table.max_length)
     table.state_snapshots = min(SNAPSHOTS_PER_SLOT * num_slots, num_rows - num_slots)
@@ -58,7 +58,7 @@ def size_cache(table: SlotTable, shapes: Sequence[LayerShape], memory: int, *, l
     windows, per_slot = list_windows(shapes), length // PAGE
     slot_bytes = length * sum(shape.token_bytes for shape in shapes)
     fitting_slots = memory * (LAZY_ROOM if lazy else 1) // slot_bytes
-    if table.deterministic and fitting_slots < table.slots:
+    if table.deterministic and fitting_slots < table.num_slots:
         if not fitting_slots:
             raise ValueError(
                 f"the KV cache of one sequence of {table.max_length} tokens needs {slot_bytes / 2**30:.1f} GiB, "
@@ -66,14 +66,14 @@ def size_cache(table: SlotTable, shapes: Sequence[LayerShape], memory: int, *, l
             )
         log.warning(
             "Deterministic sampling with %d slots instead of %d, because the KV cache has %.1f GiB of memory",
-            fitting_slots, table.slots, memory / 2**30,
+            fitting_slots, table.num_slots, memory / 2**30,
         )  # fmt: skip
         table.resize(fitting_slots, table.max_length)
-    needed_slots = table.slots if shapes[0].device.type == "cpu" else table.slots * GPU_ROOM
+    needed_slots = table.num_slots if shapes[0].device.type == "cpu" else table.num_slots * GPU_ROOM
     fixed = table.deterministic or fitting_slots >= needed_slots
-    page_counts = (
-        [table.slots * per_slot] * len(windows) if fixed else plan_pages(shapes, table.slots, length, memory)
-    )
+    page_counts = [table.num_slots * per_slot] * len(windows)
+    if not fixed:
+        page_counts = plan_pages(shapes, table.num_slots, length, memory)
     if min(page_counts) < per_slot:
         max_length = min(page_counts) * PAGE // 64 * 64
         if max_length < 64:
@@ -85,11 +85,11 @@ def size_cache(table: SlotTable, shapes: Sequence[LayerShape], memory: int, *, l
             "Sequences are truncated at %d tokens instead of %d, because the KV cache has %.1f GiB of memory",
             max_length, table.max_length, memory / 2**30,
         )  # fmt: skip
-        table.resize(table.slots, max_length)
+        table.resize(table.num_slots, max_length)
         length = max_length
-    table.pages = CachePages(table.slots, length, windows, page_counts, fixed=fixed)
+    table.pages = CachePages(table.num_slots, length, windows, page_counts, fixed=fixed)
     if table.state_snapshots:
-        table.snapshots = Snapshots(table.slots, table.state_snapshots)
+        table.snapshots = Snapshots(table.num_slots, table.state_snapshots)
 
 
 def plan_pages(shapes: Sequence[LayerShape], num_slots: int, max_length: int, memory: int) -> list[int]:

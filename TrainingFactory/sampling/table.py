@@ -22,7 +22,7 @@ from TrainingFactory.types import Completion
 
 CHUNK = 32  # deterministic mode: tokens of one prefill forward, which starts at a multiple of CHUNK
 WAIT_FOR = 4  # a request waits for a prefix that is being computed if that saves at least this many tokens
-MARGIN = 16  # tokens that the steps before the next reservation may add to a sequence
+MARGIN_TOKENS = 16  # tokens that the steps before the next reservation may add to a sequence
 EVICT_AFTER = 0.2  # seconds that a session must be idle before a waiting request may evict it
 
 
@@ -40,41 +40,41 @@ class SlotTable:
         self.stats = EngineStats()
         self.resize(slots, max_length)
 
-    def resize(self, slots: int, max_length: int) -> None:
+    def resize(self, num_slots: int, max_length: int) -> None:
         """Set the number of slots and the longest sequence. No session may be open."""
-        self.slots, self.max_length = slots, max_length
+        self.num_slots, self.max_length = num_slots, max_length
         per_slot = -(-max_length // PAGE)
-        self.pages = CachePages(slots, max_length, [None], [slots * per_slot], fixed=True)
+        self.pages = CachePages(num_slots, max_length, [None], [num_slots * per_slot], fixed=True)
         self.snapshots: Snapshots | None = None  # for models with recurrent layers
-        self.ids = np.zeros((slots, max_length), np.int32)
-        self.rope = np.zeros((slots, 3, max_length if self.rope_of else 0), np.int32)
-        self.logprobs = np.zeros((slots, max_length), np.float32)
-        self.stored = np.zeros(slots, np.int64)  # tokens whose keys and values are in the cache
-        self.lengths = np.zeros(slots, np.int64)  # tokens of the sequence; stored < known while running
-        self.copyable = np.zeros(slots, np.int64)  # leading tokens that other sessions may copy
-        self.chunked = np.zeros(slots, np.int64)  # tokens before this position are prefilled in chunks
-        self.running = np.zeros(slots, bool)
-        self.limit = np.zeros(slots, np.int64)  # length of the sequence at which the turn ends
-        self.used = np.zeros(slots, np.float64)  # time of the last use, in seconds (monotonic clock)
-        self.seed = np.zeros(slots, np.uint64)
-        self.temperature = np.ones(slots, np.float64)
-        self.top_p = np.ones(slots, np.float64)
-        self.top_k = np.zeros(slots, np.int64)
-        self.min_p = np.zeros(slots, np.float64)
-        self.stops = np.full((slots, 1), -1, np.int64)  # padded with -1
-        self.hashes = np.zeros(slots, np.uint64)  # hash of the sequence: the sum of its tokens' marks
-        self.head = np.zeros(slots, np.int64)  # leading tokens that rows with the same mark have in common
-        self.prompt_hashes = np.zeros(slots, np.uint64)  # hash of the session's first prompt
-        self.in_flight = np.zeros(slots, np.int64)  # tokens in flight, which are counted as known
-        self.epoch = np.zeros(slots, np.int64)  # increases whenever a turn ends
+        self.ids = np.zeros((num_slots, max_length), np.int32)
+        self.rope = np.zeros((num_slots, 3, max_length if self.rope_of else 0), np.int32)
+        self.logprobs = np.zeros((num_slots, max_length), np.float32)
+        self.stored = np.zeros(num_slots, np.int64)  # tokens whose keys and values are in the cache
+        self.lengths = np.zeros(num_slots, np.int64)  # tokens of the sequence; stored < known while running
+        self.copyable = np.zeros(num_slots, np.int64)  # leading tokens that other sessions may copy
+        self.chunked = np.zeros(num_slots, np.int64)  # tokens before this position are prefilled in chunks
+        self.running = np.zeros(num_slots, bool)
+        self.limit = np.zeros(num_slots, np.int64)  # length of the sequence at which the turn ends
+        self.used = np.zeros(num_slots, np.float64)  # time of the last use, in seconds (monotonic clock)
+        self.seed = np.zeros(num_slots, np.uint64)
+        self.temperature = np.ones(num_slots, np.float64)
+        self.top_p = np.ones(num_slots, np.float64)
+        self.top_k = np.zeros(num_slots, np.int64)
+        self.min_p = np.zeros(num_slots, np.float64)
+        self.stops = np.full((num_slots, 1), -1, np.int64)  # padded with -1
+        self.hashes = np.zeros(num_slots, np.uint64)  # hash of the sequence: the sum of its tokens' hashes
+        self.head = np.zeros(num_slots, np.int64)  # leading tokens that rows with the same hash share
+        self.prompt_hashes = np.zeros(num_slots, np.uint64)  # hash of the session's first prompt
+        self.in_flight = np.zeros(num_slots, np.int64)  # tokens in flight, which are counted as known
+        self.epoch = np.zeros(num_slots, np.int64)  # increases whenever a turn ends
         # Random, so that nobody can construct two texts with the same hash.
         self._factors = np.random.default_rng().integers(0, 1 << 64, max_length, np.uint64) | np.uint64(1)
-        self.session_slots: list[SessionSlot | None] = [None] * slots
-        self.free = np.ones(slots, bool)  # no session has the slot
-        self.requests: list[SamplingRequest | None] = [None] * slots
+        self.session_slots: list[SessionSlot | None] = [None] * num_slots
+        self.free = np.ones(num_slots, bool)  # no session has the slot
+        self.requests: list[SamplingRequest | None] = [None] * num_slots
         self.num_changes = 0  # increases whenever a slot gets other tokens
         # Deterministic mode: session i uses slot i mod slots after session i - slots is closed.
-        self._next_session = list(range(slots))
+        self._next_session = list(range(num_slots))
         self._closed_orders: set[int] = set()
 
     # -- sessions
@@ -86,10 +86,10 @@ class SlotTable:
             session_slot.slot = None
         if self.deterministic:
             self._closed_orders.add(session_slot.order)
-            slot = session_slot.order % self.slots
+            slot = session_slot.order % self.num_slots
             while self._next_session[slot] in self._closed_orders:
                 self._closed_orders.remove(self._next_session[slot])
-                self._next_session[slot] += self.slots
+                self._next_session[slot] += self.num_slots
 
     def forget_tokens(self) -> None:
         """Invalidate all cached keys and values, because the weights have changed."""
@@ -106,7 +106,7 @@ class SlotTable:
         for session_slot in self.session_slots:
             if session_slot is not None:
                 session_slot.slot = None
-        self.session_slots, self.requests = [None] * self.slots, [None] * self.slots
+        self.session_slots, self.requests = [None] * self.num_slots, [None] * self.num_slots
         self.running[:], self.free[:] = False, True
         self.in_flight[:] = 0
         self.epoch += 1
@@ -119,10 +119,10 @@ class SlotTable:
         """Return the length [slots] of the common prefix of each slot's sequence and the prompt."""
         width = min(len(prompt), int(self.lengths.max()))
         if width == 0:
-            return np.zeros(self.slots, np.int64)
+            return np.zeros(self.num_slots, np.int64)
         is_different = self.ids[:, :width] != prompt[:width]
         first_difference = is_different.argmax(1)
-        first_difference[~is_different[np.arange(self.slots), first_difference]] = width
+        first_difference[~is_different[np.arange(self.num_slots), first_difference]] = width
         return np.minimum(first_difference, self.lengths)
 
     def find_shared_prefix(self, slots: np.ndarray) -> int:
@@ -147,9 +147,8 @@ class SlotTable:
             return self._continue_in_slot(request, current_slot, stored_length, is_continuation=True)
         if current_slot is None and not self.deterministic and self.snapshots is None:
             # A session that began with this prompt and has it in the cache: no other prefix is longer.
-            has_prompt = (
-                self.prompt_hashes == self.marks(request.prompt, np.arange(num_tokens + 1)).sum()
-            ) & (self.copyable >= num_tokens)
+            prompt_hash = self.hash_tokens(request.prompt, np.arange(num_tokens + 1)).sum()
+            has_prompt = (self.prompt_hashes == prompt_hash) & (self.copyable >= num_tokens)
             prefixes = self.pages.usable(np.where(has_prompt, num_tokens, 0))
             if prefixes.any():
                 return self._share_prefix(request, int(prefixes.argmax()), num_tokens, prefixes)
@@ -176,9 +175,8 @@ class SlotTable:
         if self.snapshots is not None and (missed_tokens := int(available.max()) - num_shared) > 0:
             self.stats.recomputed += missed_tokens
             if missed_tokens >= WAIT_FOR:
-                self._pause_prefill_at(
-                    self._get_request_slot(request), num_shared + missed_tokens
-                )  # for the next prompt with this prefix
+                # For the next prompt with this prefix.
+                self._pause_prefill_at(self._get_request_slot(request), num_shared + missed_tokens)
         return True
 
     def _pause_prefill_at(self, slot: int, position: int) -> bool:
@@ -192,21 +190,22 @@ class SlotTable:
         self.snapshots.stops[slot].add(position)
         return True
 
-    def chunk_end(self, slot: int) -> int:
+    def find_chunk_end(self, slot: int) -> int:
         """Return the end of the chunk that the slot prefills next, if the token budget has room for all of it."""
         end = int(self.chunked[slot])
-        return end if self.snapshots is None else self.snapshots.next_stop(slot, int(self.stored[slot]), end)
+        return end if self.snapshots is None else self.snapshots.find_stop(slot, int(self.stored[slot]), end)
 
     def _continue_in_slot(
         self, request: SamplingRequest, slot: int, length: int, *, is_continuation: bool = False
     ) -> bool:
         """Start the request in the slot that its session holds, and keep the slot's first `length` tokens, if enough
         pages are available."""
-        count = self.pages.count_missing(slot, len(request.prompt) + MARGIN) + self.pages.copied(slot, length)
-        if not self._make_room(count, request.session_slot, [slot]):
+        num_pages = self.pages.count_missing(slot, len(request.prompt) + MARGIN_TOKENS)
+        num_pages += self.pages.count_copied_pages(slot, length)
+        if not self._make_room(num_pages, request.session_slot, [slot]):
             if self.running.any():
                 return False
-            return self._share_prefix(request, slot, 0, np.zeros(self.slots, np.int64))
+            return self._share_prefix(request, slot, 0, np.zeros(self.num_slots, np.int64))
         self.stats.kept_tokens += length
         self.pages.truncate(slot, length)
         if self.snapshots is not None:
@@ -221,8 +220,8 @@ class SlotTable:
         with slot `source`, if enough pages are available. `prefixes` [slots] is the length of the prefix that the
         request could reuse from each slot."""
         session_slot = request.session_slot
-        length = len(request.prompt) + MARGIN
-        num_pages = self.pages.pages(length)
+        length = len(request.prompt) + MARGIN_TOKENS
+        num_pages = self.pages.count_pages(length)
         if not self._make_room(num_pages - shared // PAGE + 1, session_slot, [source]):
             # No running turn will release pages, so place the request without the shared prefix.
             if self.running.any() or not self._make_room(num_pages, session_slot, []):
@@ -253,7 +252,7 @@ class SlotTable:
 
     def _has_slot(self, session_slot: SessionSlot, admission: AdmissionRound) -> bool:
         if self.deterministic:
-            return self._next_session[session_slot.order % self.slots] == session_slot.order
+            return self._next_session[session_slot.order % self.num_slots] == session_slot.order
         admission.is_full = admission.is_full or (not self.free.any() and self._find_longest_idle() is None)
         return not admission.is_full
 
@@ -263,7 +262,7 @@ class SlotTable:
         if session_slot.slot is not None:
             return session_slot.slot
         if self.deterministic:
-            return session_slot.order % self.slots
+            return session_slot.order % self.num_slots
         free_slots = np.flatnonzero(self.free)
         if num_shared and (fitting_slots := free_slots[prefix_lengths[free_slots] == num_shared]).size:
             return int(fitting_slots[0])
@@ -293,14 +292,14 @@ class SlotTable:
         """Free `num_pages` pages by releasing slots outside `kept_slots`. Return False if that is impossible."""
         if self.pages.fixed or self.pages.num_free >= num_pages:
             return True
-        closed_slots = np.flatnonzero(self.free & (self.pages.held_pages() > 0))
+        closed_slots = np.flatnonzero(self.free & (self.pages.count_held_pages() > 0))
         for slot in closed_slots[self.used[closed_slots].argsort()].tolist():
             if slot not in kept_slots:
                 self._release_slot(slot)
             if self.pages.num_free >= num_pages:
                 return True
         youngest_first = self._find_younger(session_slot, kept_slots)
-        if self.pages.num_free + int(self.pages.held_pages()[youngest_first].sum()) < num_pages:
+        if self.pages.num_free + int(self.pages.count_held_pages()[youngest_first].sum()) < num_pages:
             return False
         for slot in youngest_first:
             self._preempt_slot(slot)
@@ -347,18 +346,18 @@ class SlotTable:
         """Reserve pages for the next tokens of all running slots. Preempt the youngest sessions if pages run out."""
         if self.pages.fixed:
             return
-        capacity = self.pages.capacity()
-        is_short = np.minimum(self.lengths + MARGIN, self.max_length) > capacity
+        capacity = self.pages.count_reserved_tokens()
+        is_short = np.minimum(self.lengths + MARGIN_TOKENS, self.max_length) > capacity
         if not (is_short & self.running).any():
             return
         # Together with those that will be short soon, because the device's page table must be updated then.
-        short_slots = np.flatnonzero(self.running & (self.lengths + (MARGIN + PAGE // 2) > capacity))
-        if self.pages.reserve_many(short_slots, self.lengths[short_slots] + MARGIN + PAGE // 2):
+        short_slots = np.flatnonzero(self.running & (self.lengths + (MARGIN_TOKENS + PAGE // 2) > capacity))
+        if self.pages.reserve_many(short_slots, self.lengths[short_slots] + MARGIN_TOKENS + PAGE // 2):
             return
         for slot in sorted(short_slots.tolist(), key=lambda slot: self._get_session_slot(slot).order):
             if not self.running[slot]:
                 continue
-            length = int(self.lengths[slot]) + MARGIN + PAGE // 2
+            length = int(self.lengths[slot]) + MARGIN_TOKENS + PAGE // 2
             if self._make_room(self.pages.count_missing(slot, length), self._get_session_slot(slot), [slot]):
                 self.pages.reserve(slot, length)
             else:
@@ -374,12 +373,12 @@ class SlotTable:
         assert session_slot is not None
         return session_slot
 
-    def recent(self, slots: np.ndarray, ends: np.ndarray, num_tokens: int) -> np.ndarray:
+    def get_recent_tokens(self, slots: np.ndarray, ends: np.ndarray, num_tokens: int) -> np.ndarray:
         """Return the `num_tokens` tokens before each position [len(slots), count]; 0 before a sequence's start."""
         positions = ends[:, None] - np.arange(num_tokens, 0, -1)
         return np.where(positions >= 0, self.ids[slots[:, None], positions], 0)
 
-    def marks(self, tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    def hash_tokens(self, tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Return the hash of each token at its position, with random but constant factors."""
         return (tokens.astype(np.uint64) + np.uint64(1)) * self._factors[positions]
 
@@ -390,7 +389,7 @@ class SlotTable:
     ) -> None:
         prompt, params, length = request.prompt, request.params, len(request.prompt)
         num_sampled = len(request.sampled_logprobs)  # before a preemption
-        self.pages.reserve(slot, length + MARGIN)
+        self.pages.reserve(slot, length + MARGIN_TOKENS)
         self.logprobs[slot, length - num_sampled : length] = request.sampled_logprobs
         is_first_turn = bool(num_stored <= self.copyable[slot]) if self.deterministic else not is_continuation
         self.num_changes += 1
@@ -399,7 +398,7 @@ class SlotTable:
             self.rope[slot, :, :length], next_position = self.rope_of(prompt)
             self.rope[slot, :, length:] = np.arange(next_position, next_position + self.max_length - length)
         self.lengths[slot] = length
-        self.hashes[slot] = self.marks(prompt, np.arange(length)).sum()
+        self.hashes[slot] = self.hash_tokens(prompt, np.arange(length)).sum()
         if not is_continuation or num_stored < self.head[slot]:
             self.head[slot], self.prompt_hashes[slot] = length - 1, self.hashes[slot]
         self.stored[slot] = num_stored
@@ -433,7 +432,7 @@ class SlotTable:
             is_copyable = (self.copyable[slots] == old_lengths) & (old_lengths < self.chunked[slots])
             stored_lengths = np.where(is_copyable, stored_lengths, self.copyable[slots])
         self.copyable[slots] = stored_lengths
-        self.pages.leave_window(slots, self.stored[slots])
+        self.pages.release_outside_window(slots, self.stored[slots])
         if self.snapshots is not None and any(self.snapshots.stops):
             self.snapshots.take_due(slots, self.stored, self.copyable)
 
@@ -451,7 +450,7 @@ class SlotTable:
         self.ids[slots, positions] = tokens
         self.logprobs[slots, positions] = logprobs
         np.maximum.at(self.lengths, slots, positions + 1)
-        np.add.at(self.hashes, slots, self.marks(tokens, positions))
+        np.add.at(self.hashes, slots, self.hash_tokens(tokens, positions))
         is_finished = (positions + 1 >= self.limit[slots]) | self.are_stops(slots, tokens)
         return slots[is_finished].tolist() if is_finished.any() else []
 

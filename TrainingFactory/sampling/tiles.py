@@ -32,50 +32,50 @@ class TileLayout:
     """Tiles of a forward as arrays, with the sizes that a CUDA graph fixes."""
 
     chunk_tokens: int  # chunk tokens, including padding
-    pieces: int  # tiles of the chunks
-    groups: int  # tiles of rows that share a prefix; 0: every row reads all of its keys
+    num_chunk_tiles: int  # tiles of the chunks
+    num_group_tiles: int  # tiles of rows that share a prefix; 0: every row reads all of its keys
     tokens: int  # of a tile of chunks or groups
     arrays: list[np.ndarray]
     is_recorded: bool = True  # these shapes recur, so that a graph is worth recording
 
     @property
     def key(self) -> tuple[int, ...]:
-        return self.chunk_tokens, self.pieces, self.groups
+        return self.chunk_tokens, self.num_chunk_tiles, self.num_group_tiles
 
     def assign_tensors(self, step: StepContext, plan: StepPlan, tensors: list[torch.Tensor]) -> None:
         """Set the tiles of `step` from `tensors`, the device copies of `arrays`."""
         tensor_iterator = iter(tensors)
         if plan.rows:
-            step.rows = Tiles(plan.span or 1, plan.rows)
-        if self.pieces:
-            step.pieces = Tiles(self.tokens, self.pieces, *islice(tensor_iterator, len(TileArrays._fields)))
-        if self.groups and step.rows is not None:
-            step.groups = Tiles(self.tokens, self.groups, *islice(tensor_iterator, len(TileArrays._fields)))
-            step.rows.begins = next(tensor_iterator)
+            step.row_tiles = Tiles(plan.span or 1, plan.rows)
+        num_arrays = len(TileArrays._fields)
+        if self.num_chunk_tiles:
+            step.chunk_tiles = Tiles(self.tokens, self.num_chunk_tiles, *islice(tensor_iterator, num_arrays))
+        if self.num_group_tiles and step.row_tiles is not None:
+            step.group_tiles = Tiles(self.tokens, self.num_group_tiles, *islice(tensor_iterator, num_arrays))
+            step.row_tiles.begins = next(tensor_iterator)
 
 
-def plan_tiles(plan: StepPlan, table: SlotTable, heads: int) -> TileLayout:
-    """Return the layout of a plan. `heads` is the number of query heads per key head."""
-    tile_tokens, num_dense = max(1, QUERIES // heads), plan.rows * (plan.span or 1)
+def plan_tiles(plan: StepPlan, table: SlotTable, num_heads: int) -> TileLayout:
+    """Return the layout of a plan. `num_heads` is the number of query heads per key head."""
+    tile_tokens, num_dense = max(1, QUERIES // num_heads), plan.rows * (plan.span or 1)
     layout = TileLayout(int(plan.counts.sum()), 0, 0, tile_tokens, [])
     if len(plan.slots):
         chunk_tiles = _make_chunk_tiles(plan, num_dense, tile_tokens)
-        layout.pieces = len(chunk_tiles.slots)
+        layout.num_chunk_tiles = len(chunk_tiles.slots)
         max_tokens = 2 * max(layout.chunk_tokens, PIECES[1])  # larger sizes would waste too much on padding
         sizes = [size for size in PIECES if layout.chunk_tokens <= size < max_tokens]
-        usable_sizes = [size for size in sizes if layout.pieces <= size // 8]
-        usable_sizes = (
-            [] if table.snapshots is not None else usable_sizes
-        )  # recurrent layers prefill each length by itself
+        usable_sizes = [size for size in sizes if layout.num_chunk_tiles <= size // 8]
+        if table.snapshots is not None:  # recurrent layers prefill each length by itself
+            usable_sizes = []
         if usable_sizes:
-            layout.chunk_tokens, layout.pieces = usable_sizes[0], usable_sizes[0] // 8
+            layout.chunk_tokens, layout.num_chunk_tiles = usable_sizes[0], usable_sizes[0] // 8
         layout.is_recorded = bool(usable_sizes)
-        layout.arrays += _pad_tiles(chunk_tiles, layout.pieces, tile_tokens)
+        layout.arrays += _pad_tiles(chunk_tiles, layout.num_chunk_tiles, tile_tokens)
     if not plan.span and len(plan.dense) > 3:
         group_tiles, begins = _make_group_tiles(plan, table, tile_tokens)
         if group_tiles is not None:
-            layout.groups = plan.rows // 2
-            layout.arrays += [*_pad_tiles(group_tiles, layout.groups, tile_tokens), begins]
+            layout.num_group_tiles = plan.rows // 2
+            layout.arrays += [*_pad_tiles(group_tiles, layout.num_group_tiles, tile_tokens), begins]
     return layout
 
 

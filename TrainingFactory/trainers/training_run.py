@@ -63,7 +63,7 @@ class Training(PreparedRun):
         try:
             reward = validate_config(resolved)
             self.tools = RunTools(self.config, self.objects.tools, replay, self.objects.cache)
-            with factories.listing_searched_places("datasets"):
+            with factories.add_searched_places("datasets"):
                 self.data = gather_data(self.config, self.objects, self._load_environment(resolved))
             self.config = with_vision(self.config, self.data.environment, self.data.tasks, self.data.examples)
             self.order = make_order(self.config, self.data.size)

@@ -255,7 +255,7 @@ class TrainingLoop:
             raise
         await self._log_metrics(epoch, metrics)
         if batch.is_sampled and (self._is_save_due() or self.progress.steps == 1):
-            await in_thread(self.trackers.log_episodes, self.progress.steps, batch.trajectories)
+            await in_thread(self.trackers.episodes, self.progress.steps, batch.trajectories)
         for change in self.doctor.observe(self.progress.steps, metrics, batch.trajectories):
             await in_thread(self.run.append, FINDINGS, change.row)
             if change.finding is not None:

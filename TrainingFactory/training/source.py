@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from TrainingFactory.protocols import Algorithm, ChatFormat, EnvironmentFactory, Sampler
 from TrainingFactory.rollout import RolloutEngine, play, rollout_metrics
-from TrainingFactory.rollout.metrics import leaf_weights
+from TrainingFactory.rollout.metrics import get_leaf_weights
 from TrainingFactory.tools.recording import EpisodeKey
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.training.filters import EpisodeFilters, compute_filter_metrics, find_dropped_problem
@@ -160,7 +160,7 @@ def compute_metrics(groups: Sequence[Group], seconds: float, clock: RewardClock 
     metrics = rollout_metrics(episodes)
     rewards = [trajectory.reward for trajectory in episodes if trajectory.reward is not None]
     if rewards:
-        weights = leaf_weights([trajectory for trajectory in episodes if trajectory.reward is not None])
+        weights = get_leaf_weights([trajectory for trajectory in episodes if trajectory.reward is not None])
         num_correct = sum(w for w, reward in zip(weights, rewards, strict=True) if reward.outcome > 0)
         metrics["accuracy"] = num_correct / sum(weights)
     if any(any(reward.steps) for reward in rewards):  # without step rewards these equal the outcomes

@@ -24,7 +24,7 @@ from TrainingFactory.common.http.api import ApiError
 from TrainingFactory.common.http.site import Events, Site
 from TrainingFactory.data.examples import Form, load_examples
 from TrainingFactory.models.names import TINY_ID
-from TrainingFactory.registry.catalogue import Catalogue, registry_path
+from TrainingFactory.registry.catalogue import Catalogue, get_registry_path
 from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.training.dataset import find_call_problem
 from TrainingFactory.web.pool import Pool
@@ -104,7 +104,7 @@ class PlayRoutes:
             suffixes = ["", *(f"@{name}" for name in (["best", *reversed(steps)] if len(steps) > 1 else []))]
             fields = {"what": f"run, {row.algorithm}", "environment": environment}
             models += [fields | {"name": row.name + suffix} for suffix in (suffixes if steps else [])]
-        for version in Catalogue(registry_path(self._runs.folder)).versions():
+        for version in Catalogue(get_registry_path(self._runs.folder)).versions():
             label = ", ".join(["registered", *version.aliases])
             models.append({"name": str(version), "what": label, "environment": None})
         local_names = {model["name"] for model in models}

@@ -10,7 +10,7 @@ from TrainingFactory.apps.views import registry as views
 from TrainingFactory.apps.views import shapes
 from TrainingFactory.common.http.api import ApiError
 from TrainingFactory.common.http.site import Events, Site
-from TrainingFactory.registry.catalogue import Catalogue, registry_path
+from TrainingFactory.registry.catalogue import Catalogue, get_registry_path
 from TrainingFactory.web.pool import Pool
 
 
@@ -36,7 +36,7 @@ class SuiteList(BaseModel):
 
 class RegistryRoutes:
     def __init__(self, site: Site, runs_folder: Path, pool: Pool) -> None:
-        self._runs, self._pool, self._catalogue = runs_folder, pool, Catalogue(registry_path(runs_folder))
+        self._runs, self._pool, self._catalogue = runs_folder, pool, Catalogue(get_registry_path(runs_folder))
         site.add("GET", "/api/models", self.list_models)
         site.add("GET", "/api/models/{name}/{number}", self.show_version)
         site.add("GET", "/api/compare", self.compare)

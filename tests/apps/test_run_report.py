@@ -153,7 +153,7 @@ def test_episodes_in_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     run = RunFolder.create(config, "a", {})
     run.unlock()
     both = trackers.Trackers(run.path, config)
-    both.log_episodes(7, [episode("Oslo\x1b", 1.0), episode("<b>", 0.0)])
+    both.episodes(7, [episode("Oslo\x1b", 1.0), episode("<b>", 0.0)])
     [(step, name, text), (_, other, _)] = board.told
     assert (step, name, other) == (7, "episodes/best", "episodes/worst")
     lines = text.split("\n")

@@ -144,7 +144,7 @@ def test_a_version_that_cannot_be_loaded_changes_nothing(
             assert said[-1].endswith("agent:1 keeps serving")
             assert post(client, user(max_tokens=2))["system_fingerprint"] == "agent:1"
 
-        weights = registry.folder(registry.get("agent:2")) / "model.safetensors"
+        weights = registry.get_model_folder(registry.get("agent:2")) / "model.safetensors"
         whole = weights.read_bytes()
         weights.chmod(0o644)
         weights.write_bytes(whole[:-1] + b"\x01")

@@ -9,7 +9,7 @@ import pytest
 
 from tests.kits.cli import Run
 from tests.kits.registry import made_run
-from TrainingFactory.registry.catalogue import Catalogue, registry_path
+from TrainingFactory.registry.catalogue import Catalogue, get_registry_path
 from TrainingFactory.registry.lineage import make_run_node
 from TrainingFactory.runs.annotations import ANNOTATIONS_FILE
 from TrainingFactory.runs.folder import RunFolder, Status
@@ -21,7 +21,7 @@ RUNS = Path("runs")
 def parent(tfactory: Run) -> RunFolder:
     """A run from which `child` was started, which registered a model."""
     parent = made_run(RUNS, "parent")
-    Catalogue(registry_path(RUNS)).add(
+    Catalogue(get_registry_path(RUNS)).add(
         "agent", parent.checkpoint_folder(2), make_run_node(parent, parent.checkpoint_folder(2))
     )
     made_run(RUNS, "child", model={"name": "parent@step-2"})

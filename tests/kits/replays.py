@@ -26,9 +26,13 @@ class PlainKernels:
         assert step.positions is not None and step.cache is not None
         cache, length = step.cache, step.cache.tables[layer.table].shape[1] * PAGE
         slots = {row: row for row in range(step.num_dense)}
-        if step.pieces is not None and step.pieces.members is not None and step.pieces.slots is not None:
-            tiles = step.pieces.members.unflatten(0, (step.pieces.num_tiles, -1)).tolist()
-            pairs = zip(step.pieces.slots.tolist(), tiles, strict=True)
+        if (
+            step.chunk_tiles is not None
+            and step.chunk_tiles.members is not None
+            and step.chunk_tiles.slots is not None
+        ):
+            tiles = step.chunk_tiles.members.unflatten(0, (step.chunk_tiles.num_tiles, -1)).tolist()
+            pairs = zip(step.chunk_tiles.slots.tolist(), tiles, strict=True)
             slots |= {token: slot for slot, tile in pairs for token in tile if token >= 0}
         out = torch.zeros_like(q)
         for token, slot in slots.items():
@@ -89,7 +93,7 @@ def with_plain_kernels(model: Any, slots: int, **options: Any) -> NativeEngine:
 def with_replays(engine: NativeEngine) -> ReplayedSteps:
     """Let an engine on a CPU replay its decoding steps. A warm-up may change only keys, values and unused rows."""
     replays: Any = ReplayedSteps()
-    runner, slots = engine._runner, engine._table.slots
+    runner, slots = engine._runner, engine._table.num_slots
 
     def watched() -> list[torch.Tensor]:
         states = runner.states.cache.tensors if runner.states.cache is not None else []

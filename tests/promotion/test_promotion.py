@@ -225,7 +225,7 @@ MISTAKES: list[tuple[Sequence[str], str]] = [
 
 def test_mistakes(registry: ModelRegistry, tfactory: Run) -> None:
     registry.delete("agent:3")
-    (registry.folder(registry.get("agent:2")) / "model.safetensors").write_text("other")
+    (registry.get_model_folder(registry.get("agent:2")) / "model.safetensors").write_text("other")
     for arguments, text in MISTAKES:
         status, _, err = tfactory("registry", "promote", *arguments, "--suite", suite())
         assert status == 2 and text in err, err

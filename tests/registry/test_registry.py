@@ -38,7 +38,7 @@ def test_a_version_outlives_its_run(registry: ModelRegistry) -> None:
     run = RunFolder(registry.runs / "sft")
     version = registry.register("agent", "sft", "first", {"team": "search"})
     assert (str(version), version.description, version.tags) == ("agent:1", "first", {"team": "search"})
-    files = registry.folder(version)
+    files = registry.get_model_folder(version)
     names = {"model.safetensors", "config.json", "tokenizer.json", "SHA256SUMS"}
     assert {path.name for path in files.iterdir()} == names  # nothing of the state of training
     # Not linked: what happens to the run's own files happens to them alone.
@@ -68,7 +68,7 @@ def test_an_adapter_brings_the_model_under_it(registry: ModelRegistry) -> None:
     shutil.rmtree(registry.runs / "sft")
     shutil.rmtree(registry.runs / "lora")
     found = find_model("agent:1", registry.runs)
-    assert found.adapter == str(registry.folder(version))
+    assert found.adapter == str(registry.get_model_folder(version))
     assert (Path(found.name) / "model.safetensors").read_text() == "sft 2"
     again = registry.register("agent", "agent:1")  # a version can be registered again
     assert (again.digest, again.base, again.lineage) == (version.digest, version.base, version.lineage)
@@ -140,7 +140,7 @@ def test_what_cannot_be_done_changes_nothing(registry: ModelRegistry, tmp_path: 
 
 def test_a_changed_or_missing_byte_is_found_and_mended(registry: ModelRegistry) -> None:
     version = registry.register("agent", "sft")
-    weights = registry.folder(version) / "model.safetensors"
+    weights = registry.get_model_folder(version) / "model.safetensors"
     weights.chmod(0o644)
     weights.write_text("sft 3")  # as long as before
     assert registry.verify() == {"agent:1": [f"{weights} is missing or changed"]}
@@ -151,14 +151,14 @@ def test_a_changed_or_missing_byte_is_found_and_mended(registry: ModelRegistry) 
     assert registry.verify("agent:1") == {"agent:1": [f"{weights} is missing or changed"]}
     registry.register("agent", "sft")  # the same bytes again
     assert registry.verify() == {}
-    shutil.rmtree(registry.folder(version))
-    assert registry.verify()["agent:1"] == [f"{registry.folder(version)} is missing"]
+    shutil.rmtree(registry.get_model_folder(version))
+    assert registry.verify()["agent:1"] == [f"{registry.get_model_folder(version)} is missing"]
 
 
 def test_a_model_that_is_swept_away_while_it_is_looked_at_is_stored_again(
     registry: ModelRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, changed = registry.folder(registry.register("agent", "sft")), store.find_modified_files
+    folder, changed = registry.get_model_folder(registry.register("agent", "sft")), store.find_modified_files
 
     def swept(path: Path, ignored: Collection[str] = ()) -> list[str]:
         found = changed(path, ignored)
@@ -181,10 +181,10 @@ def test_links_in_the_store_are_removed_and_block_nothing(registry: ModelRegistr
     (registry.store.path / "link").symlink_to(tmp_path / "others")
     assert str(registry.register("agent", "sft@step-1")) == "agent:2"
     assert registry.delete("agent:1")[1] > 0
-    registry.folder(version).symlink_to("nowhere")  # in place of the model
+    registry.get_model_folder(version).symlink_to("nowhere")  # in place of the model
     assert str(registry.register("agent", "sft")) == "agent:3" and registry.verify() == {}
     assert len(list(registry.store.path.iterdir())) == 2 and (tmp_path / "others" / "file").exists()
-    stored = registry.folder(version) / "tokenizer.json"
+    stored = registry.get_model_folder(version) / "tokenizer.json"
     shutil.move(stored, tmp_path / "moved.json")
     stored.symlink_to(tmp_path / "moved.json")
     assert "is a link" in registry.verify("agent:3")["agent:3"][0]
@@ -206,7 +206,7 @@ def test_a_model_is_not_registered_with_files_from_elsewhere(registry: ModelRegi
         shutil.move(path, blobs / path.name)
         path.symlink_to(f"../../blobs/{path.name}")
     version = registry.register("agent", snapshot)
-    assert (registry.folder(version) / "model.safetensors").read_text() == "hub"
+    assert (registry.get_model_folder(version) / "model.safetensors").read_text() == "hub"
 
 
 @pytest.mark.parametrize(
@@ -225,11 +225,15 @@ def test_a_damaged_row_is_named_and_reaches_no_other_folder(
     version = registry.register("agent", "sft")
     with sqlite3.connect(registry.path) as db:
         db.execute(f"UPDATE versions SET {column} = ?", (value,))
-    for use in (registry.versions, registry.sweep, lambda: registry.register("other", "sft@step-1")):
+    for use in (
+        registry.versions,
+        registry.remove_unused_files,
+        lambda: registry.register("other", "sft@step-1"),
+    ):
         with pytest.raises(ValueError, match=r"version 1 of 'agent' in .*\.sqlite is damaged: ") as found:
             use()
         assert text in str(found.value)
-    assert (registry.folder(version) / "model.safetensors").exists()
+    assert (registry.get_model_folder(version) / "model.safetensors").exists()
 
 
 def test_registries_of_others_are_left_alone(registry: ModelRegistry, tmp_path: Path) -> None:
@@ -295,7 +299,7 @@ def test_a_run_goes_on_from_the_version_that_an_alias_named_then(registry: Model
     registry.set_alias("agent:2", "champion")
     assert run.run_info["model"]["version"] == "agent:1" and run.config.model.name == "agent@champion"
     check_original_model(run)
-    assert with_original_model(run).model.name == str(registry.folder(version).resolve())
+    assert with_original_model(run).model.name == str(registry.get_model_folder(version).resolve())
     registry.delete("agent:1")
     with pytest.raises(ValueError, match=r"run rl was started from agent@champion, .* missing"):
         check_original_model(run)
@@ -309,7 +313,7 @@ def test_a_reward_model_can_be_a_registered_one(registry: ModelRegistry) -> None
     write_checksums(folder)
     version = registry.register("scorer", "sft")
     config = TrainingConfig(logging={"output_dir": str(registry.runs)})
-    assert find_reward_model("scorer:1", config).folder == registry.folder(version)
+    assert find_reward_model("scorer:1", config).folder == registry.get_model_folder(version)
     with pytest.raises(ValueError, match="version 2 of scorer"):
         find_reward_model("scorer:2", config)
 

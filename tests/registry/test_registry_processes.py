@@ -82,7 +82,7 @@ def check(path: Path, logs: list[Path]) -> dict[str, int]:
     shared = [each.number for each in catalogue.versions("shared")]
     assert shared == list(range(1, len(shared) + 1)) and acknowledged <= len(shared) <= begun
     assert catalogue.verify() == {}
-    catalogue.sweep()
+    catalogue.remove_unused_files()
     needed = set().union(*(each.digests for each in catalogue.versions()))
     assert {entry.name for entry in catalogue.store.path.iterdir()} == needed
     return {"operations": done, "doubtful": doubtful, "versions": len(catalogue.versions())}

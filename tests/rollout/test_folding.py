@@ -18,7 +18,14 @@ from TrainingFactory.models import chat_format
 from TrainingFactory.rewards import ProcessReward
 from TrainingFactory.rewards.judge.prompts import SUMMARY_NAME, show_trajectory
 from TrainingFactory.rollout import play
-from TrainingFactory.rollout.folding import PLACEHOLDER, Context, Folding, fold, render_context, with_summary
+from TrainingFactory.rollout.folding import (
+    RESULT_PLACEHOLDER,
+    Context,
+    Folding,
+    fold,
+    render_context,
+    with_summary,
+)
 from TrainingFactory.rollout.metrics import rollout_metrics
 from TrainingFactory.types import Completion, Message, Reward, Step, Task, ToolCall, Trajectory, Turn
 
@@ -76,7 +83,7 @@ def test_drop_results_replaces_old_tool_results_and_keeps_their_ids_of_calls() -
         turn = episode.turns[number]
         replies = turn.replies
         if number < first - 1:
-            replies = [replace(reply, content=PLACEHOLDER) for reply in replies]
+            replies = [replace(reply, content=RESULT_PLACEHOLDER) for reply in replies]
         expected += turn.completion.token_ids + CHAT.extend(turn, replies)
     assert episode.turns[first].prompt_ids == expected
     assert all(

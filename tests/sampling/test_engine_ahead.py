@@ -122,7 +122,12 @@ def test_rows_that_begin_alike_and_chunks_are_laid_out_in_tiles() -> None:
     plan = StepPlan(np.arange(12), 16, True, slots=np.array([13, 14]), counts=np.array([30, 3]))
     layout = plan_tiles(plan, table, 3)
     members, slots, ends, rows, leaders, shared, begins = layout.arrays
-    assert (layout.chunk_tokens, layout.pieces, layout.groups, layout.is_recorded) == (64, 8, 8, True)
+    assert (layout.chunk_tokens, layout.num_chunk_tiles, layout.num_group_tiles, layout.is_recorded) == (
+        64,
+        8,
+        8,
+        True,
+    )
     members, rows = members.reshape(8, layout.tokens), rows.reshape(8, layout.tokens)
     # 21 tokens of 3 query heads fit into a tile of 64; the chunks follow the 16 rows
     assert [[token for token in tile if token >= 0] for tile in members.tolist()] == [
@@ -135,7 +140,7 @@ def test_rows_that_begin_alike_and_chunks_are_laid_out_in_tiles() -> None:
     assert leaders[:3].tolist() == [0, 4, 8] and shared.tolist() == [100] * 3 + [0] * 5
     assert begins.tolist() == [100] * 5 + [0] + [100] * 6 + [0] * 4
     table.prompt_hashes[:] = np.arange(16)
-    assert plan_tiles(plan, table, 3).groups == 0
+    assert plan_tiles(plan, table, 3).num_group_tiles == 0
     sizes = {400: 512, 600: 603, 1200: 2048, 3000: 3003}  # 603 would leave most of 2048 unused
     for tokens, extra in sizes.items():
         plan.counts = np.array([tokens, 3])

@@ -148,7 +148,7 @@ def test_a_session_may_go_back() -> None:
 def test_few_snapshots_cost_time_and_nothing_else(snapshots: int) -> None:
     model = hybrid()
     engine = NativeEngine(model, slots=6, max_length=256)
-    engine._table.snapshots = Snapshots(engine._table.slots, snapshots)
+    engine._table.snapshots = Snapshots(engine._table.num_slots, snapshots)
     check(model, play(engine, grouped_prompts(2, 3), pause=0.02, turns=2))
 
 
@@ -158,7 +158,7 @@ def test_a_small_cache_preempts_sessions() -> None:
     state = sum(shape.row_bytes for shape in probe.states.shapes)
     pages = 400 * sum(shape.token_bytes for shape in probe.shapes)
     engine = NativeEngine(model, slots=9, max_length=256, cache_bytes=28 * state + pages)
-    assert not engine._table.pages.fixed and engine._table.slots == 9
+    assert not engine._table.pages.fixed and engine._table.num_slots == 9
     check(model, play(engine, grouped_prompts(3, 3), turns=2))
     assert engine.stats.preemptions > 0
 
@@ -169,7 +169,7 @@ def test_states_take_part_of_the_memory(caplog: pytest.LogCaptureFixture) -> Non
         shape.row_bytes for shape in NativeEngine(model, slots=1, max_length=64)._runner.states.shapes
     )
     engine = NativeEngine(model, slots=60, max_length=64, cache_bytes=40 * state)
-    assert engine._table.slots == 12 and engine._table.snapshots and engine._table.snapshots.size == 7
+    assert engine._table.num_slots == 12 and engine._table.snapshots and engine._table.snapshots.size == 7
     assert "12 slots instead of 60" in caplog.text
     check(model, play(engine, grouped_prompts(1, 14, 20, 5), turns=1))
     with pytest.raises(ValueError, match=r"states of one sequence need .* sampling\.cache_gib"):
@@ -182,7 +182,7 @@ def test_deterministic_whatever_the_latencies_and_snapshots() -> None:
     runs = []
     for pause, snapshots in ((0.0, 12), (0.03, 1)):
         engine = NativeEngine(model, slots=4, max_length=256, deterministic=True)
-        engine._table.snapshots = Snapshots(engine._table.slots, snapshots)
+        engine._table.snapshots = Snapshots(engine._table.num_slots, snapshots)
         runs.append([[turn[1] for turn in turns] for turns in play(engine, prompts, pause, turns=2)])
         if not pause:
             assert engine.stats.shared == 3 * 32  # the state after a whole chunk of the prompt

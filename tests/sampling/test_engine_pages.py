@@ -125,7 +125,7 @@ def test_deterministic_mode_has_as_many_slots_as_fit(caplog: pytest.LogCaptureFi
     token_bytes = sum(shape.token_bytes for shape in probe._runner.shapes)
     prompts = grouped_prompts(2, 3)
     limited = NativeEngine(model, slots=6, max_length=256, deterministic=True, cache_bytes=600 * token_bytes)
-    assert limited._table.slots == 2 and "2 slots instead of 6" in caplog.text
+    assert limited._table.num_slots == 2 and "2 slots instead of 6" in caplog.text
     runs = play(limited, prompts)
     assert max(worst(model, turns) for turns in runs) < 1e-4 and limited.stats.preemptions == 0
     whole = NativeEngine(model, slots=2, max_length=256, deterministic=True)
@@ -163,7 +163,7 @@ def test_page_tables_keep_their_books() -> None:
                 pages.truncate(slot, length)
                 lengths[slot] = length
         else:
-            pages.leave_window(np.array([slot]), np.array([lengths[slot]]))
+            pages.release_outside_window(np.array([slot]), np.array([lengths[slot]]))
         for table in pages.tables:
             counts = np.bincount(table.entries.ravel(), minlength=41)[:40]
             assert (counts == table.references[:40]).all()
@@ -239,7 +239,7 @@ async def test_pages_that_have_left_the_window_are_released() -> None:
 
 def test_latent_attention_caches_the_compressed_vectors() -> None:
     engine = NativeEngine(family("deepseek_v3"), slots=2, max_length=64)
-    assert {(shape.heads, shape.key_size, shape.is_latent) for shape in engine._runner.shapes} == {
+    assert {(shape.num_key_heads, shape.key_size, shape.is_latent) for shape in engine._runner.shapes} == {
         (1, 24, True)
     }
     assert engine._runner.shapes[0].token_bytes == 24 * 4
@@ -286,9 +286,9 @@ async def test_a_preempted_turn_ends_before_an_update() -> None:
 def test_a_page_is_reserved_for_the_copy_of_a_shared_one() -> None:
     pages = CachePages(2, 4 * PAGE, [None], [8], fixed=False)
     pages.reserve(0, 2 * PAGE)
-    assert pages.copied(0, 2 * PAGE - 1) == 0
+    assert pages.count_copied_pages(0, 2 * PAGE - 1) == 0
     pages.share(0, 1, 2 * PAGE, 2 * PAGE)
-    assert pages.copied(0, 2 * PAGE - 1) == 1 and pages.copied(0, 2 * PAGE) == 0
+    assert pages.count_copied_pages(0, 2 * PAGE - 1) == 1 and pages.count_copied_pages(0, 2 * PAGE) == 0
     free = pages.num_free
     pages.truncate(0, 2 * PAGE - 1)
     assert pages.num_free == free - 1 and pages.take_copies()[0].targets

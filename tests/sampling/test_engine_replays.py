@@ -14,7 +14,7 @@ from tests.kits.families import BY_KEY
 from tests.kits.replays import ReplayedSteps, with_plain_kernels, with_replays
 from TrainingFactory.sampling import NativeEngine
 from TrainingFactory.sampling.cache.snapshots import EMPTY_STATE, Snapshots
-from TrainingFactory.sampling.cache.states import independent_copies
+from TrainingFactory.sampling.cache.states import batch_independent_copies
 from TrainingFactory.types import SamplingParams
 
 CLOSE = 5e-4  # log-probs in float32, against the model's own forward; delta rules amplify rounding
@@ -159,7 +159,7 @@ def test_copies_are_batched_in_their_order() -> None:
         for source, target in copies:
             rows[target] = -1 if source == EMPTY_STATE else rows[source]
         batched = list(range(6))
-        for batch in independent_copies(copies):
+        for batch in batch_independent_copies(copies):
             read = [-1 if source == EMPTY_STATE else batched[source] for source, _ in batch]
             for value, (_, target) in zip(read, batch, strict=True):
                 batched[target] = value

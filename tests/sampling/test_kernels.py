@@ -29,7 +29,7 @@ for window, softcap, has_sinks, fixed in cases:
     layer = cache.layers[0]
     layer.keys.normal_(), layer.values.normal_()
     q, sinks = 4 * torch.randn(rows, heads, size), torch.randn(heads) if has_sinks else None
-    step = StepContext(cache, num_dense=rows, positions=positions, rows=Tiles(1, rows))
+    step = StepContext(cache, num_dense=rows, positions=positions, row_tiles=Tiles(1, rows))
     got = kernels.attend(q, layer, step, size**-0.5, sinks)
     for row, position in enumerate(positions.tolist()):
         begin = 0 if window is None else max(0, position + 1 - window)
@@ -78,7 +78,7 @@ expected = sampled(NativeEngine(model, slots=6, max_length=256, guesses=0))
 engine, attend, groups = NativeEngine(model, slots=6, max_length=256, guesses=0), kernels.attend, []
 
 def attended(q, layer, step, scale, sinks=None):
-    groups.append(step.groups)
+    groups.append(step.group_tiles)
     return attend(q, layer, step, scale, sinks)
 
 kernels.attend = attended

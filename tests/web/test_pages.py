@@ -14,7 +14,7 @@ from tests.kits.browser import Browser, Tab
 from tests.kits.page import Served
 from tests.kits.registry import made_run, model_folder
 from TrainingFactory.common.http.api import ApiError
-from TrainingFactory.registry.catalogue import Catalogue, registry_path
+from TrainingFactory.registry.catalogue import Catalogue, get_registry_path
 from TrainingFactory.runs.folder import FINDINGS, METRICS, TRAJECTORIES, RunFolder, Status
 from TrainingFactory.web.site import STATIC_FOLDER
 
@@ -108,7 +108,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         evaluated(runs, name, won)
     made_run(runs, "dead").write_status(Status("running", 1, 2, HOSTILE))
     (made_run(runs, "strange").path / "config.yaml").write_text("training: {speed: 11}")
-    catalogue = Catalogue(registry_path(runs))
+    catalogue = Catalogue(get_registry_path(runs))
     catalogue.add("agent", ROOT / "examples/own_agent/model", {"folder": "warm"})
     (folder / "release.yaml").write_text(SUITE)
     for content in "ab":
@@ -301,7 +301,7 @@ def test_a_promotion_and_a_run_by_the_form(browser: Browser, tab: Tab, page: Ser
         assert RunFolder(runs / "mine").state == "interrupted"
         other.wait("document.querySelector('.job')?.innerText.includes('agent:1 is agent@champion')")
         other.wait("document.querySelector('.registry .tag.accent')?.innerText == 'champion'")
-        assert Catalogue(registry_path(runs)).get("agent@champion").number == 1
+        assert Catalogue(get_registry_path(runs)).get("agent@champion").number == 1
         assert other.errors == []
 
 
@@ -313,7 +313,7 @@ def test_a_rollback_and_a_comparison(tab: Tab, page: Served, runs: Path) -> None
     tab.wait(f"document.querySelector('dialog').innerText.includes('--alias champion --runs {runs}')")
     tab.click("dialog button.danger")
     tab.wait("document.body.innerText.includes('zoo@champion is zoo:1 again.')")
-    assert Catalogue(registry_path(runs)).get("zoo@champion").number == 1
+    assert Catalogue(get_registry_path(runs)).get("zoo@champion").number == 1
     show(tab, page, "registry/compare?first=rl&second=sft", "Now right")
     assert f"tfactory compare rl sft --runs {runs}" in tab.text("main")
 

@@ -18,7 +18,7 @@ from tests.kits.warm import WARM
 from TrainingFactory.agent_api.turns.responses import CHUNK_TOKENS
 from TrainingFactory.data.examples import load_examples
 from TrainingFactory.models import load_model
-from TrainingFactory.registry.catalogue import Catalogue, registry_path
+from TrainingFactory.registry.catalogue import Catalogue, get_registry_path
 from TrainingFactory.rollout.folding import Folding
 from TrainingFactory.types import Completion, Message, ToolCall
 from TrainingFactory.web import playing
@@ -34,7 +34,7 @@ def made_runs(folder: Path) -> Path:
     (folder / "homes.py").write_text(HOMES)
     environment = {"environment_id": str(folder / "homes.py"), "max_turns": 3}
     made_run(runs, "homes", environment=environment, sampling={"max_tokens": 24}, data={"count": 5})
-    Catalogue(registry_path(runs)).add("agent", WARM, {"folder": "warm"})
+    Catalogue(get_registry_path(runs)).add("agent", WARM, {"folder": "warm"})
     return runs
 
 
@@ -277,7 +277,7 @@ def test_results_carry_their_images(runs: Path, tmp_path: Path, monkeypatch: pyt
     loaded = load_model("builtin:tiny-vl")
     loaded.model.save_pretrained(tmp_path / "eyes")
     loaded.save_preprocessors(tmp_path / "eyes")
-    Catalogue(registry_path(runs)).add("eyes", tmp_path / "eyes", {"folder": "eyes"})
+    Catalogue(get_registry_path(runs)).add("eyes", tmp_path / "eyes", {"folder": "eyes"})
     environment = {
         "environment_id": "screen",
         "options": {"kinds": ["reveal"], "tap": "point"},

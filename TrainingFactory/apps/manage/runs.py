@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from TrainingFactory.data.disk import read_small_file, remove_folder, sync
-from TrainingFactory.registry.catalogue import Catalogue, registry_path
+from TrainingFactory.registry.catalogue import Catalogue, get_registry_path
 from TrainingFactory.registry.lineage import list_ancestors
 from TrainingFactory.runs.folder import ENVIRONMENT, RunFolder, check_run_name, list_runs
 
@@ -41,7 +41,7 @@ def find_references(run: RunFolder, runs_folder: Path) -> RunReferences:
         descriptions = ["its recorded tool calls" if name == "." else name for name in used_paths]
         use = f"run {other_run.name} uses {', '.join(descriptions)}"
         (references.copies if _is_complete(other_run) else references.needed_by).append(use)
-    for version in Catalogue(registry_path(runs_folder)).versions():
+    for version in Catalogue(get_registry_path(runs_folder)).versions():
         if any(node.get("path") == str(folder) for node in list_ancestors(version.lineage)):
             references.copies.append(f"registered model {version} was trained by it")
     return references

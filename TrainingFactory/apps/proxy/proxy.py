@@ -90,7 +90,8 @@ class Proxy:
             problem = f"an open episode already has this key, or {MAX_OPEN_EPISODES} episodes are open"
             raise ApiError(problem, "key", status=409, code="conflict")
         self.num_started += 1
-        rules = replace(self._rules, environment=lambda task: RemoteEpisode(task, self.endpoint, request.key))
+        key = request.key
+        rules = replace(self._rules, make_environment=lambda task: RemoteEpisode(task, self.endpoint, key))
         trajectory = Trajectory(task, group=f"proxy/{task.id}", member=index)
         run = ProgramRun(
             rules, trajectory, self._sampler, partial(derive_seed, self._seed, 0, task.id, index)

@@ -22,7 +22,7 @@ from TrainingFactory.assembly.fleet import samples_elsewhere
 from TrainingFactory.assembly.memory import cache_bytes, free_bytes, release_models, state_bytes
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.models.dtypes import pick_device, pick_dtype
-from TrainingFactory.registry.catalogue import Catalogue, registry_path
+from TrainingFactory.registry.catalogue import Catalogue, get_registry_path
 from TrainingFactory.registry.rows import VERSION_NAME
 from TrainingFactory.resolve.model_names import ResolvedModel, find_model
 
@@ -46,7 +46,7 @@ def follow_alias(
     if resolved.version is None or name_match is None or name_match["alias"] is None:
         yield
         return
-    catalogue = Catalogue(registry_path(runs, registry))
+    catalogue = Catalogue(get_registry_path(runs, registry))
 
     def make_config(version_name: str) -> TrainingConfig:
         return make_serving_config(find_model(version_name, runs, registry), overrides)

@@ -39,7 +39,7 @@ def _make_version_row(catalogue: Catalogue, version: Version) -> shapes.VersionR
         **{name: getattr(version, name) for name in VERSION_FIELDS},
         version=str(version), aliases=list(version.aliases), run=version.lineage.get("run"),
         step=version.lineage.get("step"), kind="adapter" if version.base else "model",
-        base=catalogue.base_name(version) if version.base else None,
+        base=catalogue.get_base_name(version) if version.base else None,
         evaluations=[make_evaluation_row(record) for record in catalogue.evaluations(str(version))],
     )  # fmt: skip
 
@@ -48,7 +48,7 @@ def make_version_view(catalogue: Catalogue, name: str) -> shapes.VersionView:
     """Return a version by its name (agent:3, agent@champion); raise ValueError if it does not exist."""
     version = catalogue.get(name)
     return shapes.VersionView(
-        version=_make_version_row(catalogue, version), folder=str(catalogue.folder(version)), commands=[],
+        version=_make_version_row(catalogue, version), folder=str(catalogue.get_model_folder(version)), commands=[],
         lineage=make_lineage_rows(version.lineage), decisions=catalogue.decisions(version.model),
     )  # fmt: skip
 

@@ -19,11 +19,10 @@ from transformers import AttentionInterface
 
 from TrainingFactory.sampling.cache.latent import absorb_keys, expand_values, is_latent
 from TrainingFactory.sampling.cache.store import LayerCache, LayerShape, PagedCache
-from TrainingFactory.sampling.cache.view import ATTENTION, model_error
+from TrainingFactory.sampling.cache.view import ATTENTION_NAME, make_error
 
-MakeMask = Callable[
-    [torch.Tensor, int, int | None], torch.Tensor
-]  # of positions [P, T], a width and a window
+# Of positions [P, T], a width and a window.
+MakeMask = Callable[[torch.Tensor, int, int | None], torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -56,7 +55,7 @@ class AttentionPart:
             output = output.unflatten(2, (-1, length)).permute(0, 3, 1, 2, 4).flatten(0, 1)
         return output if self.unpad is None else output.index_select(0, self.unpad)
 
-    def mask(self, groups: int, window: int | None) -> torch.Tensor:
+    def get_mask(self, groups: int, window: int | None) -> torch.Tensor:
         """Return the additive mask [P, 1, G * T, width], or in a shape that broadcasts to it, for all layers with this
         window."""
         if (groups, window) not in self._masks:
@@ -92,9 +91,9 @@ class StepContext:
     # With the GPU kernels, instead of the two parts:
     attend: Callable[..., torch.Tensor] | None = None
     positions: torch.Tensor | None = None  # [N]
-    rows: Tiles | None = None  # the dense part
-    groups: Tiles | None = None  # dense rows with a shared prefix, over the keys of that prefix
-    pieces: Tiles | None = None  # the chunks
+    row_tiles: Tiles | None = None  # the dense part
+    group_tiles: Tiles | None = None  # dense rows with a shared prefix, over the keys of that prefix
+    chunk_tiles: Tiles | None = None  # the chunks
 
 
 def compute_part_attention(
@@ -105,23 +104,21 @@ def compute_part_attention(
     q = query[0].transpose(0, 1).unflatten(1, (layer.keys.shape[2], -1))  # [n, Hkv, G, d]
     shape = layer.shape
     trunk_length = part.trunk if shape.is_plain else 0
-    k, v = (
-        cache.gather(layer, states, part.slots, trunk_length, part.width).transpose(
-            1, 2
-        )  # [P, Hkv, width - trunk, d]
+    k, v = (  # [P, Hkv, width - trunk, d]
+        cache.gather(layer, states, part.slots, trunk_length, part.width).transpose(1, 2)
         for states in (layer.keys, layer.values)
     )
-    mask = part.mask(q.shape[2], shape.window)[..., trunk_length:]
+    mask = part.get_mask(q.shape[2], shape.window)[..., trunk_length:]
     if trunk_length:
-        return trunk_attention(q, k, v, mask, layer, cache, part, scale).flatten(1, 2)
+        return attend_with_prefix(q, k, v, mask, layer, cache, part, scale).flatten(1, 2)
     if shape.softcap is None and sinks is None:
         output = scaled_dot_product_attention(part.fold(q), k, v, attn_mask=mask, scale=scale)
     else:
-        output = explicit_attention(part.fold(q), k, v, mask, scale, shape.softcap, sinks)
+        output = attend_explicitly(part.fold(q), k, v, mask, scale, shape.softcap, sinks)
     return part.unfold(output).flatten(1, 2)
 
 
-def explicit_attention(
+def attend_explicitly(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: Any, softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
@@ -138,7 +135,7 @@ def explicit_attention(
     return weights.to(v.dtype) @ v
 
 
-def trunk_attention(
+def attend_with_prefix(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, layer: LayerCache, cache: PagedCache,
     part: AttentionPart, scale: Any,
 ) -> torch.Tensor:  # fmt: skip
@@ -159,7 +156,7 @@ def trunk_attention(
     return torch.lerp(suffix_output.float(), prefix_output.float(), prefix_weight).to(suffix_output.dtype)
 
 
-def slot_attention(
+def attend_to_slots(
     module: torch.nn.Module,
     query: torch.Tensor,  # [1, H, N, d]
     key: torch.Tensor,  # [1, Hkv, N, d]
@@ -172,25 +169,25 @@ def slot_attention(
 ) -> tuple[torch.Tensor, None]:
     """Write keys and values to the cache and attend, as transformers' attention function; return [1, N, H, dv]."""
     if tfactory_step is None:
-        raise model_error(
+        raise make_error(
             _get_model_type(module), "it does not pass keyword arguments to its attention function"
         )
     if is_latent(module):
         latent_query = absorb_keys(module, query)
-        output = _attention(
+        output = _attend(
             module, latent_query, key, value, attention_mask, scaling, tfactory_step, s_aux, kwargs
         )
         return expand_values(module, output), None
-    return _attention(module, query, key, value, attention_mask, scaling, tfactory_step, s_aux, kwargs), None
+    return _attend(module, query, key, value, attention_mask, scaling, tfactory_step, s_aux, kwargs), None
 
 
-def _attention(
+def _attend(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     attention_mask: torch.Tensor | None, scaling: float | None, step: StepContext, sinks: torch.Tensor | None,
     kwargs: dict[str, Any],
 ) -> torch.Tensor:  # fmt: skip
     if step.cache is None:
-        return _probe(module, query, key, value, attention_mask, step, sinks, kwargs)
+        return _record_shape(module, query, key, value, attention_mask, step, sinks, kwargs)
     assert step.cache_positions is not None
     layer_index: Any = module.layer_idx
     layer = step.cache.by_layer[layer_index]
@@ -213,7 +210,7 @@ def _get_model_type(module: torch.nn.Module) -> str:
     return getattr(module.config, "model_type", type(module).__name__)
 
 
-def _probe(
+def _record_shape(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     attention_mask: torch.Tensor | None, step: StepContext, sinks: torch.Tensor | None, kwargs: dict[str, Any],
 ) -> torch.Tensor:  # fmt: skip
@@ -221,16 +218,17 @@ def _probe(
     attention."""
     model_type = _get_model_type(module)
     if kwargs.get("position_bias") is not None:
-        raise model_error(model_type, "its attention has a position bias")
+        raise make_error(model_type, "its attention has a position bias")
     if attention_mask is not None:
-        raise model_error(model_type, "it builds its own attention mask")
+        raise make_error(model_type, "it builds its own attention mask")
     layer_index: Any = getattr(module, "layer_idx", None)
     if not isinstance(layer_index, int) or any(shape.layer >= layer_index for shape in step.shapes):
-        raise model_error(model_type, "its attention layers are not numbered in call order")
+        raise make_error(model_type, "its attention layers are not numbered in call order")
     shape = LayerShape(query.shape[1], key.shape[1], key.shape[-1], value.shape[-1], key.dtype, key.device)
     shape.layer = layer_index
     shape.window = _get_window(module, layer_index, kwargs)
-    shape.softcap, shape.sinks, shape.is_latent = kwargs.get("softcap"), sinks is not None, is_latent(module)
+    shape.softcap, shape.has_sinks = kwargs.get("softcap"), sinks is not None
+    shape.is_latent = is_latent(module)
     layer_keys = zip(step.shapes, step.keys, strict=True)
     shape.source_layer = next((owner.layer for owner, earlier_key in layer_keys if earlier_key is key), None)
     step.shapes.append(shape)
@@ -252,4 +250,4 @@ def _get_window(module: torch.nn.Module, layer_index: int, kwargs: dict[str, Any
 
 
 # Without a registered mask function, transformers builds no mask for this attention.
-AttentionInterface.register(ATTENTION, slot_attention)
+AttentionInterface.register(ATTENTION_NAME, attend_to_slots)

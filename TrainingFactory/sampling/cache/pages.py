@@ -125,7 +125,7 @@ class PageTable:
         # A source that is itself a target of this round has the contents of its own source.
         self.copies[target_page] = self.copies.get(source_page, source_page)
 
-    def leave_window(self, slots: np.ndarray, stored_lengths: np.ndarray) -> None:
+    def release_outside_window(self, slots: np.ndarray, stored_lengths: np.ndarray) -> None:
         """Release pages whose tokens have left the sliding window."""
         if self.window is None:
             return
@@ -160,7 +160,7 @@ class CachePages:
     def __init__(
         self, slots: int, max_length: int, windows: Sequence[int | None], pages: Sequence[int], *, fixed: bool
     ) -> None:
-        self.slots, self.fixed = slots, fixed
+        self.num_slots, self.fixed = slots, fixed
         self.per_slot = -(-max_length // PAGE)
         self._limits = list(zip(windows, pages, strict=True))
         self._has_windows = not fixed and any(window is not None for window in windows)
@@ -170,7 +170,8 @@ class CachePages:
     def clear(self) -> None:
         """Release all pages of all slots."""
         self.tables = [
-            PageTable(self.slots, self.per_slot, count, window, self.fixed) for window, count in self._limits
+            PageTable(self.num_slots, self.per_slot, count, window, self.fixed)
+            for window, count in self._limits
         ]
 
     @property
@@ -182,11 +183,11 @@ class CachePages:
     def num_free(self) -> int:
         return min([table.num_free for table in self.tables])
 
-    def held_pages(self) -> np.ndarray:
+    def count_held_pages(self) -> np.ndarray:
         """Return the largest number of pages [slots] that each slot holds in any table."""
         return np.max([table.ends - table.begins for table in self.tables], 0)
 
-    def capacity(self) -> np.ndarray:
+    def count_reserved_tokens(self) -> np.ndarray:
         """Return the number of tokens [slots] for which each slot has pages."""
         return self.tables[0].ends * PAGE
 
@@ -202,16 +203,16 @@ class CachePages:
 
     def count_missing(self, slot: int, length: int) -> int:
         """Return the number of pages that the slot lacks to hold `length` tokens."""
-        return 0 if self.fixed else max(0, self.pages(length) - int(self.tables[0].ends[slot]))
+        return 0 if self.fixed else max(0, self.count_pages(length) - int(self.tables[0].ends[slot]))
 
-    def copied(self, slot: int, length: int) -> int:
+    def count_copied_pages(self, slot: int, length: int) -> int:
         """Return the number of pages that `truncate` must copy: 1 if the slot would otherwise write to a page that it
         shares, else 0."""
         if self.fixed or not length % PAGE:
             return 0
         return int(any(table.references[table.entries[slot, length // PAGE]] > 1 for table in self.tables))
 
-    def pages(self, length: int) -> int:
+    def count_pages(self, length: int) -> int:
         return min(-(-length // PAGE), self.per_slot)
 
     def locate(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -222,7 +223,7 @@ class CachePages:
 
     def reserve(self, slot: int, length: int) -> None:
         for table in self.tables:
-            table.reserve(slot, self.pages(length))
+            table.reserve(slot, self.count_pages(length))
         self.peak_pages = max(self.peak_pages, self.used_pages)
 
     def release(self, slot: int) -> None:
@@ -236,12 +237,12 @@ class CachePages:
     def share(self, source: int, target: int, length: int, reserved: int) -> None:
         """Give the slot `target` the first `length` tokens of `source`, and reserve pages for `reserved` tokens."""
         for table in self.tables:
-            table.share(source, target, length, self.pages(reserved))
+            table.share(source, target, length, self.count_pages(reserved))
 
-    def leave_window(self, slots: np.ndarray, stored_lengths: np.ndarray) -> None:
+    def release_outside_window(self, slots: np.ndarray, stored_lengths: np.ndarray) -> None:
         if self._has_windows:
             for table in self.tables:
-                table.leave_window(slots, stored_lengths)
+                table.release_outside_window(slots, stored_lengths)
 
     def usable(self, lengths: np.ndarray) -> np.ndarray:
         """Return `lengths` [slots], with 0 for slots that have released pages which the next token reads."""
@@ -253,7 +254,7 @@ class CachePages:
         """Exchange the pages of each slot in `low_slots` with those of the slot at the same index in `high_slots`. The
         longest of these slots has `length` tokens."""
         for table in self.tables:
-            table.exchange(low_slots, high_slots, self.pages(length))
+            table.exchange(low_slots, high_slots, self.count_pages(length))
 
     def take_copies(self) -> list[PageCopies]:
         """Return and clear the pending page copies of each table."""

@@ -16,27 +16,26 @@ class Snapshots:
     """Snapshots of `num_snapshots` recurrent states. The least recently used one is replaced when all are in use."""
 
     def __init__(self, num_slots: int, num_snapshots: int) -> None:
-        self.slots, self.size = num_slots, num_snapshots
+        self.num_slots, self.size = num_slots, num_snapshots
         self.clear()
 
     @property
     def num_rows(self) -> int:
-        return self.slots + 1 + self.size
+        return self.num_slots + 1 + self.size
 
     @property
     def unused_row(self) -> int:
         """Return the row that padding reads and writes."""
-        return self.slots
+        return self.num_slots
 
     def clear(self) -> None:
         """Drop all snapshots and pending copies."""
-        self.rows_at: list[dict[int, int]] = [{} for _ in range(self.slots)]  # state's row by position
-        self.stops: list[set[int]] = [
-            set() for _ in range(self.slots)
-        ]  # where prefilling pauses for a snapshot
+        self.rows_at: list[dict[int, int]] = [{} for _ in range(self.num_slots)]  # state's row by position
+        # Positions at which prefilling pauses for a snapshot.
+        self.stops: list[set[int]] = [set() for _ in range(self.num_slots)]
         self.row_copies: list[tuple[int, int]] = []  # source and target rows, to copy in this order
         self._slots_of: dict[int, set[int]] = {}  # slots of each snapshot, the least recently used one first
-        self._free = list(range(self.slots + 1, self.num_rows))
+        self._free = list(range(self.num_slots + 1, self.num_rows))
 
     def usable(self, lengths: np.ndarray, stored_lengths: np.ndarray) -> np.ndarray:
         """Return the longest prefix of at most `lengths` [slots] tokens after which each slot has a state."""
@@ -58,7 +57,7 @@ class Snapshots:
         self._add_reference(slot, position, row)
         return row
 
-    def next_stop(self, slot: int, current_position: int, end: int) -> int:
+    def find_stop(self, slot: int, current_position: int, end: int) -> int:
         """Return the next position after `current_position` at which prefilling pauses for a snapshot of the slot, at
         most `end`."""
         return min([end, *(stop for stop in self.stops[slot] if stop > current_position)])

@@ -14,7 +14,7 @@ from torch import nn
 from TrainingFactory.models.recurrent import RowStates, get_cache_argument, is_recurrent
 from TrainingFactory.sampling.cache.snapshots import EMPTY_STATE, Snapshots
 
-UNLIMITED = (0.0, float("inf"))
+UNLIMITED_TIME_STEP = (0.0, float("inf"))
 
 
 class StateShape(NamedTuple):
@@ -47,7 +47,7 @@ class StateCache:
         if not copies:
             return
         device = self.tensors[0].device
-        for batch in independent_copies(copies):
+        for batch in batch_independent_copies(copies):
             empty = torch.tensor([target for source, target in batch if source == EMPTY_STATE], device=device)
             row_pairs = [pair for pair in batch if pair[0] != EMPTY_STATE]
             sources, targets = torch.tensor(row_pairs, dtype=torch.long, device=device).view(-1, 2).unbind(1)
@@ -58,7 +58,7 @@ class StateCache:
                     states.index_fill_(0, empty, 0)
 
 
-def independent_copies(copies: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+def batch_independent_copies(copies: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
     """Split an ordered list of copies (source, target) into batches of independent copies: in a batch, no row is the
     target of two copies, and no copy reads a row that an earlier one writes."""
     batches: list[list[tuple[int, int]]] = [[]]
@@ -120,7 +120,7 @@ class ModelStates:
         for module in list(view.modules()):
             if isinstance(module, RecurrentLayer):
                 module.__dict__["tfactory_states"] = self
-                if tuple(getattr(module, "time_step_limit", UNLIMITED)) != UNLIMITED:
+                if tuple(getattr(module, "time_step_limit", UNLIMITED_TIME_STEP)) != UNLIMITED_TIME_STEP:
                     module._modules["in_proj"] = LimitedSteps(module)
 
 
@@ -216,7 +216,7 @@ def _with_states(layer_class: type[nn.Module]) -> type[nn.Module]:
     return type(layer_class.__name__, (RecurrentLayer, layer_class), {})
 
 
-def recurrent_class(module: nn.Module) -> type[nn.Module] | None:
+def get_recurrent_class(module: nn.Module) -> type[nn.Module] | None:
     """Return a subclass of the module's class that keeps its states in the engine's cache; None if the module is no
     recurrent layer."""
     return _with_states(type(module)) if is_recurrent(module) else None

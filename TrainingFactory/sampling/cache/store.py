@@ -19,7 +19,7 @@ class LayerShape:
     """Shape and properties of an attention layer's keys and values, which the engine's probe run records."""
 
     num_queries: int  # query heads
-    heads: int
+    num_key_heads: int
     key_size: int
     value_size: int
     dtype: torch.dtype
@@ -27,18 +27,18 @@ class LayerShape:
     layer: int = 0
     window: int | None = None  # sliding window, in tokens
     softcap: float | None = None  # largest absolute score
-    sinks: bool = False  # an additional score per head that takes probability
+    has_sinks: bool = False  # an additional score per head that takes probability
     is_latent: bool = False  # values are the first `value_size` numbers of the keys
     source_layer: int | None = None  # layer whose keys and values this one reads; None: its own
 
     @property
     def is_plain(self) -> bool:
-        return self.window is None and self.softcap is None and not self.sinks
+        return self.window is None and self.softcap is None and not self.has_sinks
 
     @property
     def token_bytes(self) -> int:
         num_values = self.key_size if self.is_latent else self.key_size + self.value_size
-        return 0 if self.source_layer is not None else self.heads * num_values * self.dtype.itemsize
+        return 0 if self.source_layer is not None else self.num_key_heads * num_values * self.dtype.itemsize
 
 
 @dataclass(slots=True)
@@ -85,11 +85,11 @@ class PagedCache:
                 continue
             table = windows.index(shape.window)
             num_pages = pages.tables[table].num_pages + 1
-            keys = _make_zeros((num_pages, PAGE, shape.heads, shape.key_size), shape)
+            keys = _make_zeros((num_pages, PAGE, shape.num_key_heads, shape.key_size), shape)
             values = (
                 keys[..., : shape.value_size]
                 if shape.is_latent
-                else _make_zeros((num_pages, PAGE, shape.heads, shape.value_size), shape)
+                else _make_zeros((num_pages, PAGE, shape.num_key_heads, shape.value_size), shape)
             )
             self.layers.append(LayerCache(keys, values, table, shape))
             self.by_layer[shape.layer] = self.layers[-1]
@@ -138,7 +138,7 @@ class PagedCache:
     ) -> torch.Tensor:
         """Return the tokens [P, end - begin, Hkv, d] of the slots; `begin` and `end` are multiples of PAGE."""
         if self.fixed:  # a view, if `slots` is a slice
-            rows = states[:-1].unflatten(0, (self.pages.slots, -1)).flatten(1, 2)[:, begin:end]
+            rows = states[:-1].unflatten(0, (self.pages.num_slots, -1)).flatten(1, 2)[:, begin:end]
             # `index_select` copies whole rows, several times as fast as indexing
             return rows[slots] if isinstance(slots, slice) else rows.index_select(0, slots)
         pages = self.tables[layer.table][slots, begin // PAGE : end // PAGE]

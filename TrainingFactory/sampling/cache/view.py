@@ -15,18 +15,19 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from TrainingFactory.models.recurrent import PASSIVE_LAYERS, find_unsupported_types
 from TrainingFactory.sampling.cache.latent import get_latent_class
-from TrainingFactory.sampling.cache.states import recurrent_class
+from TrainingFactory.sampling.cache.states import get_recurrent_class
 
-ATTENTION = "tfactory_pages"  # name of the engine's attention function in transformers
+ATTENTION_NAME = "tfactory_pages"  # name of the engine's attention function in transformers
 LAYER_TYPES = {"full_attention", "sliding_attention"}
-ALTERNATIVES = (
+ALTERNATIVES_HINT = (
     "`tfactory models --compat` and docs/COMPATIBILITY.md list the supported models; "
     "`sampling.engine: vllm` samples the models that vLLM supports."
 )
 
 
-def model_error(model_type: str, reason: str) -> ValueError:
-    return ValueError(f"the native engine cannot sample a {model_type!r} model: {reason}. {ALTERNATIVES}")
+def make_error(model_type: str, reason: str) -> ValueError:
+    problem = f"the native engine cannot sample a {model_type!r} model: {reason}"
+    return ValueError(f"{problem}. {ALTERNATIVES_HINT}")
 
 
 def get_causal_lm(model: Any) -> PreTrainedModel:
@@ -39,7 +40,7 @@ def get_causal_lm(model: Any) -> PreTrainedModel:
         raise ValueError(f"the native engine samples transformers and PEFT models, but got a {class_name}")
     if model.active_peft_config.is_prompt_learning:
         adapter_type = model.active_peft_config.peft_type
-        raise model_error(
+        raise make_error(
             model.config.model_type, f"{adapter_type} adapters add virtual tokens outside its layers"
         )
     return unwrap()
@@ -97,15 +98,14 @@ def make_view(
         if id(module) in modules:
             return modules[id(module)]
         cls = (fused and fused(module)) or (FusedRMSNorm if can_fuse_norm(module) else module.__class__)
-        if attention == ATTENTION:
-            cls = recurrent_class(module) or get_latent_class(module) or cls
+        if attention == ATTENTION_NAME:
+            cls = get_recurrent_class(module) or get_latent_class(module) or cls
         view_module = modules[id(module)] = cls.__new__(cls)
         # The dict of parameters is shared, so that parameters replaced by the learner are replaced here too. The
         # dict of buffers is not: a forward may replace rotary tables, and here they are inference tensors.
         view_module.__dict__.update(module.__dict__)
-        view_module.__dict__.pop(
-            "forward", None
-        )  # wrappers such as Accelerate's are bound to the learner's modules
+        # Wrappers such as Accelerate's are bound to the learner's modules.
+        view_module.__dict__.pop("forward", None)
         view_module.__dict__["_buffers"] = dict(module._buffers)
         view_module.__dict__["training"] = False
         view_module.__dict__["plain_class"] = module.__class__
@@ -149,13 +149,13 @@ def check_model(model: PreTrainedModel) -> None:
     config = model.config
     arch = config.model_type
     if config.is_encoder_decoder:
-        raise model_error(arch, "it is an encoder-decoder")
+        raise make_error(arch, "it is an encoder-decoder")
     if not model._can_set_attn_implementation():
-        raise model_error(arch, "its attention does not go through transformers' attention interface")
+        raise make_error(arch, "its attention does not go through transformers' attention interface")
     if "logits_to_keep" not in inspect.signature(type(model).forward).parameters:
-        raise model_error(arch, "its forward has no `logits_to_keep`, so it is not a causal language model")
+        raise make_error(arch, "its forward has no `logits_to_keep`, so it is not a causal language model")
     if unsupported_layers := find_unsupported_types(model, LAYER_TYPES):
-        raise model_error(
+        raise make_error(
             arch,
             f"it has {' and '.join(unsupported_layers)} layers; full and sliding attention and recurrent layers with "
             "transformers' cache are supported",

@@ -20,7 +20,7 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 from TrainingFactory.sampling.gpu.fused import project
 
-CHANNELS = 512  # of a program of the convolution
+PROGRAM_CHANNELS = 512  # of a program of the convolution
 
 
 @triton.jit
@@ -96,9 +96,9 @@ def decode(
     num_rows, channels, has_list = len(tokens), layer.conv_dim, not isinstance(slots, slice)
     first_slot = 0 if isinstance(slots, torch.Tensor) else slots.start
     convolved = qkv.new_empty(num_rows, channels)
-    _convolve[(num_rows, triton.cdiv(channels, CHANNELS))](
+    _convolve[(num_rows, triton.cdiv(channels, PROGRAM_CHANNELS))](
         qkv, layer.conv1d.weight, conv, slots if has_list else None, convolved, first_slot, qkv.stride(0), channels,
-        conv.shape[2], has_list, CHANNELS,
+        conv.shape[2], has_list, PROGRAM_CHANNELS,
     )  # fmt: skip
     num_heads, keys, values = recurrent.shape[1:]
     output = qkv.new_empty(num_rows, num_heads * values)

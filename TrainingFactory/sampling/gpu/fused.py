@@ -42,7 +42,7 @@ class FusedLayer(nn.Module):
         )
         (attention_output,) = project(attention_output.flatten(1), attention.o_proj)
         normalised, states = kernels.norm(attention_output, self.post_attention_layernorm, states)
-        gated = kernels.gate(*project(normalised, mlp.gate_proj, mlp.up_proj))
+        gated = kernels.apply_gate(*project(normalised, mlp.gate_proj, mlp.up_proj))
         project(gated, mlp.down_proj, onto=states)
         return states[None]
 
@@ -95,7 +95,7 @@ class ZeroCentredNorm(nn.Module):
     """RMSNorm with weights around zero, in one kernel instead of seven."""
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        return kernels.zero_centred_norm(states, self)
+        return kernels.apply_zero_centred_norm(states, self)
 
 
 class Float32Head(nn.Linear):
@@ -133,7 +133,7 @@ def _is_patched(parts: Sequence[Any]) -> bool:
 
 
 # Model types -> the function that returns the classes of modules
-REPLACEMENTS = {
+FUSED_CLASS_GETTERS = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), get_fused_class),
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), get_norm_class),
 }

@@ -50,7 +50,7 @@ class DecodeGraphs:
         """Drop all graphs if weights moved, adapters were switched or the cache grew, because graphs contain memory
         addresses."""
         tensors = (*model.parameters(), *cache)
-        addresses = (tuple(tensor.data_ptr() for tensor in tensors), active_adapters(model))
+        addresses = (tuple(tensor.data_ptr() for tensor in tensors), get_active_adapters(model))
         if addresses != self._addresses:
             self._graphs.clear()
             self._memory_pool = None  # the memory pool is released with the last graph that uses it
@@ -113,7 +113,7 @@ def to_device(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tens
     return unpack_arrays(pack_arrays(arrays).to(device), arrays)
 
 
-def active_adapters(model: torch.nn.Module) -> Hashable:
+def get_active_adapters(model: torch.nn.Module) -> Hashable:
     """Return which adapters are active. PEFT switches adapters by attributes, so that a comparison of memory addresses
     does not detect it."""
     from peft.tuners.tuners_utils import BaseTunerLayer

@@ -21,8 +21,8 @@ from TrainingFactory.sampling.cache.pages import PAGE
 from TrainingFactory.sampling.cache.store import LayerCache
 
 LOG2E = 1.4426950408889634
-CHUNK = 2048  # tokens of the vocabulary that one program sums
-LONG = 2048  # longest sequence, in tokens, from which on rows of one token read more keys at a time
+CHUNK_TOKENS = 2048  # tokens of the vocabulary that one program sums
+LONG_SEQUENCE = 2048  # longest sequence, in tokens, from which on rows of one token read more keys at a time
 PROGRAMS = 264  # two for each multiprocessor of a large device
 # Small arrays are parts of one packed tensor with any alignment. Without `do_not_specialize_on_alignment`, Triton would
 # compile kernels again, half a second each, for each new alignment.
@@ -275,7 +275,7 @@ def norm(x: torch.Tensor, module: Any, add: torch.Tensor | None = None) -> tuple
     return output, total
 
 
-def zero_centred_norm(x: torch.Tensor, module: Any) -> torch.Tensor:
+def apply_zero_centred_norm(x: torch.Tensor, module: Any) -> torch.Tensor:
     """Return the RMSNorm of x [..., E] with the weights 1 + `module.weight`."""
     flat_x, output = x.reshape(-1, x.shape[-1]), x.new_empty(x.shape)
     block = triton.next_power_of_2(flat_x.shape[1])
@@ -286,7 +286,7 @@ def zero_centred_norm(x: torch.Tensor, module: Any) -> torch.Tensor:
     return output
 
 
-def gate(first: torch.Tensor, up_states: torch.Tensor) -> torch.Tensor:
+def apply_gate(first: torch.Tensor, up_states: torch.Tensor) -> torch.Tensor:
     """Return silu(first) * second; both may be columns of one tensor."""
     gated, size = first.new_empty(first.shape), first.numel()
     _gate[(triton.cdiv(size, 1024),)](first, up_states, gated, size, first.shape[1], first.stride(0), 1024)
@@ -314,11 +314,10 @@ def attend(
     """Compute the attention outputs [N, H, D] of the queries [N, H, D] over the cache."""
     output = q.new_empty(q.shape)
     dense = step.num_dense
-    if step.rows is not None:
-        rows, group_tiles = step.rows, step.groups
-        if (
-            layer.shape.window is not None
-        ):  # a row's window has its own begin, and other rows may have released it
+    if step.row_tiles is not None:
+        rows, group_tiles = step.row_tiles, step.group_tiles
+        # A row's window has its own begin, and other rows may have released it.
+        if layer.shape.window is not None:
             rows, group_tiles = replace(rows, begins=None), None
         programs = layer.keys.shape[2] * rows.num_tiles
         splits = min(8, triton.next_power_of_2(triton.cdiv(PROGRAMS, programs))) if programs < PROGRAMS else 1
@@ -335,8 +334,8 @@ def attend(
                 partial_outputs, log_sums, output, rows.begins, sinks, dense, rows.tokens, first + splits, *q.shape[1:],
                 triton.next_power_of_2(q.shape[1]), group_tiles is not None, sinks is not None,
             )  # fmt: skip
-    if step.pieces is not None:
-        _run_tiles(q, layer, step, step.pieces, scale, output, sinks)
+    if step.chunk_tiles is not None:
+        _run_tiles(q, layer, step, step.chunk_tiles, scale, output, sinks)
     return output
 
 
@@ -350,7 +349,7 @@ def _run_tiles(
     has_members = tiles.members is not None
     num_rows = max(16, triton.next_power_of_2(tiles.tokens * (q.shape[1] // heads)))
     # Tuned on an H200: many small programs for rows of one token, which are bound by memory, unless rows are long.
-    has_few_rows, is_long = num_rows == 16, pages.shape[1] * PAGE >= LONG
+    has_few_rows, is_long = num_rows == 16, pages.shape[1] * PAGE >= LONG_SEQUENCE
     max_values = 2048 if q.element_size() > 2 else 4096 if has_few_rows and not is_long else 8192
     block_keys = min(64, max(16, max_values // head_size))
     _attend[(tiles.num_tiles, heads, splits)](
@@ -368,13 +367,13 @@ def sample_tokens(
 ) -> torch.Tensor:
     """Draw tokens as `picking.pick` does without filters, in one pass over the logits [M, V]."""
     rows, vocabulary = logits.shape
-    chunks = triton.cdiv(vocabulary, CHUNK)
+    chunks = triton.cdiv(vocabulary, CHUNK_TOKENS)
     chunk_maxima, chunk_sums = logits.new_empty(2, rows, chunks, dtype=torch.float32)
     output = logits.new_empty(2, rows, dtype=torch.float64)
     is_scaled = temperature is not None
-    _mass[(rows, chunks)](logits, temperature, chunk_maxima, chunk_sums, vocabulary, is_scaled, CHUNK)
+    _mass[(rows, chunks)](logits, temperature, chunk_maxima, chunk_sums, vocabulary, is_scaled, CHUNK_TOKENS)
     _choose[(rows,)](
-        logits, temperature, uniform, chunk_maxima, chunk_sums, output, vocabulary, chunks, is_scaled, CHUNK,
+        logits, temperature, uniform, chunk_maxima, chunk_sums, output, vocabulary, chunks, is_scaled, CHUNK_TOKENS,
         triton.next_power_of_2(chunks),
     )  # fmt: skip
     return output
