@@ -316,18 +316,13 @@ class EpisodeForest:
             self._record_dropped_fork(fork_key, str(error))
             return
         trajectory = Trajectory(
-            parent.task,
-            parent.group,
-            member,
-            parent.prompt,
-            parent.tools,
-            list(parent.turns),
-            parent=parent.member,
-            fork_turn=len(parent.turns),
-        )
+            parent.task, parent.group, member, parent.prompt, parent.tools, list(parent.turns),
+            parent=parent.member, fork_turn=len(parent.turns),
+        )  # fmt: skip
         num_batches = environment.executor.batches if isinstance(environment, ToolEnvironment) else 0
-        turn_keys, timeout = _collect_turn_keys(run), self.branching.timeout
-        fork_point = ForkPoint(prompt_ids, turn_keys, num_batches, method, timeout)
+        fork_point = ForkPoint(
+            prompt_ids, _collect_turn_keys(run), num_batches, method, self.branching.timeout
+        )
         if isinstance(forked, ToolEnvironment) and isinstance(environment, ToolEnvironment):
             forked.executor.continue_from(environment.executor, fork_key, forked)
         child = run.fork(trajectory, functools.partial(self.seeds[group_index], member), fork_point, forked)
