@@ -108,10 +108,10 @@ def test_cluster_status_tells_nodes_of_one_machine_apart(
 
     async def nothing(self: RaySession) -> None: ...
 
-    async def status(self: RaySession) -> Any:
+    async def describe_cluster(self: RaySession) -> Any:
         return {"nodes": nodes, "actors": actors}
 
-    for name, method in {"open": nothing, "close": nothing, "status": status}.items():
+    for name, method in {"open": nothing, "close": nothing, "describe_cluster": describe_cluster}.items():
         monkeypatch.setattr(RaySession, name, method)
     code, out, _ = tfactory("cluster", "status")
     lines = out.splitlines()

@@ -128,7 +128,7 @@ def test_fused_layers_give_what_the_layers_give(family: str, make: Any, linear: 
             states = run_tree(model, packed)
             (states * torch.linspace(-1, 1, 32)).sum().backward()
         results.append([states, *(each.grad for each in model.parameters() if each.grad is not None)])
-    pieces = ["rms_norm", "rotate", "rotate", "add_norm", "gate"]
+    pieces = ["rms_norm", "rotate", "rotate", "add_norm", "apply_gate"]
     assert calls == (pieces if linear is OtherLinear else ["project_qkv", "compute_layer_output"]) * 2
     for wanted, found in zip(*results, strict=True):
         assert (found - wanted).norm() < 1e-5 * wanted.norm()
