@@ -155,9 +155,9 @@ class Rollouts:
         self._start_recording()
         await check_tools(environment, self.tasks[0], chat, reward)
         start_time = time.perf_counter()
-        recorded_as = "eval" if config.data.split == "heldout" else None
+        recording_key = "eval" if config.data.split == "heldout" else None
         for tasks in self.rounds:
-            await engine.rollout_batch(tasks, sampler, self.group_size, recorded_as=recorded_as)
+            await engine.rollout_batch(tasks, sampler, self.group_size, recording_key=recording_key)
             if self.should_stop(self._ended_episodes):
                 break
         return start_time

@@ -318,7 +318,7 @@ class TrainingLoop:
         assert heldout.rollouts is not None and self.sampler is not None
         start_time = time.perf_counter()
         step_name = f"eval-{num_done}"
-        groups = await heldout.rollouts.rollout_batch(heldout.tasks, self.sampler, recorded_as=step_name)
+        groups = await heldout.rollouts.rollout_batch(heldout.tasks, self.sampler, recording_key=step_name)
         await in_thread(self.tools.commit, lambda key: key.step == step_name)
         episodes = [trajectory for group in groups for trajectory in group]
         metrics = self.tools.metrics(lambda key: key.step == step_name)

@@ -207,7 +207,7 @@ class DryRun(Training):
             heldout, sampler = loop.heldout, loop.sampler
             if not is_sampled and heldout.rollouts is not None and heldout.tasks and sampler is not None:
                 episodes = await heldout.rollouts.rollout_batch(
-                    heldout.tasks[:1], sampler, recorded_as="doctor"
+                    heldout.tasks[:1], sampler, recording_key="doctor"
                 )
                 self._check_episodes(episodes[0], is_sampled=True)
             await self._learn(loop, batch, num_steps)
