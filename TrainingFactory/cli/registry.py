@@ -204,13 +204,13 @@ def promote(
         decision_row = promotion.registry.decisions(promotion.version.model)[-1]
         print(json.dumps({"promoted": decision.promoted} | decision_row))
         return status
-    rows = [("yes" if check.holds else "no", check.name, check.found) for check in decision.checks]
+    rows = [("yes" if check.holds else "no", check.name, check.detail) for check in decision.checks]
     show.print_columns(["passed", "check", "result"], rows)
     if comparison is not None:
         change = comparison.difference
         flip_counts = f"{len(comparison.wins)} better, {len(comparison.losses)} worse"
         interval = f"{change.value:+.3f} (95 % interval {change.low:+.3f} to {change.high:+.3f})"
-        print(f"all evaluated tasks: {interval}, {flip_counts}, exact McNemar p = {comparison.p:.3g}")
+        print(f"all evaluated tasks: {interval}, {flip_counts}, exact McNemar p = {comparison.p_value:.3g}")
     verdict = f"is {promotion.target} now" if decision.promoted else f"is refused as {promotion.target}"
     print(f"{promotion.version} {verdict}: {decision.text}")
     return status

@@ -208,8 +208,8 @@ def append_record(path: Path, record: EvaluationRecord) -> None:
     with name_file_on_error(path), path.open("a+b") as file:
         if fcntl is not None:
             fcntl.flock(file, fcntl.LOCK_EX)
-        if num_bytes := file.seek(0, os.SEEK_END):
-            file.seek(num_bytes - 1)
+        if file_size := file.seek(0, os.SEEK_END):
+            file.seek(file_size - 1)
             if file.read(1) != b"\n":
                 line = b"\n" + line
         file.write(line)

@@ -48,7 +48,8 @@ class SequentialTest:
         champion_scores = champion.scored_episodes
         task_order = list(champion_scores)
         random.Random(f"promotion {champion.conditions.seed}").shuffle(task_order)
-        return cls(task_order, [_mean(champion_scores[task]) for task in task_order], gate.level, gate.alpha)
+        champion_means = [_mean(champion_scores[task]) for task in task_order]
+        return cls(task_order, champion_means, gate.min_difference, gate.alpha)
 
     def compute_differences(self, challenger_scores: Mapping[str, Sequence[bool]]) -> list[float]:
         """Return the challenger's success rates minus the champion's, in order. Unscored tasks count as failed, so that

@@ -18,7 +18,7 @@ from TrainingFactory.common.starters import find_docs
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.loading import load_config, read_yaml
 from TrainingFactory.config.problems import ConfigError, KeyLocations, Problem
-from TrainingFactory.config.schema import sections
+from TrainingFactory.config.schema import get_sections
 from TrainingFactory.data.datasets import find_builtin_dataset, is_path
 from TrainingFactory.data.disk import write_atomically
 from TrainingFactory.resolve.siblings import COMPUTE, DATA_FACTORY, SIBLING_FACTORIES, Allocation, get_rows
@@ -98,7 +98,7 @@ def parse_entry(kind: str, entry: Any) -> TrainingConfig:
     section, key = _split_key(KEYS_BY_KIND[kind][0])
     if not isinstance(entry, Mapping):
         entry = {key: entry}
-    if not entry.keys() & {"tools", *sections()}:
+    if not entry.keys() & {"tools", *get_sections()}:
         entry = {section: dict(entry)}
     config = TrainingConfig(**entry)
     if describe_target(kind, config) is None and not (kind == "environments" and config.tools):
