@@ -204,7 +204,7 @@ def promote(
         decision_row = promotion.registry.decisions(promotion.version.model)[-1]
         print(json.dumps({"promoted": decision.promoted} | decision_row))
         return status
-    rows = [("yes" if check.holds else "no", check.name, check.detail) for check in decision.checks]
+    rows = [("yes" if check.holds else "no", check.name, check.found) for check in decision.checks]
     show.print_columns(["passed", "check", "result"], rows)
     if comparison is not None:
         change = comparison.difference

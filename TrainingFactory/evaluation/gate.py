@@ -93,14 +93,14 @@ class Gate(Section):
 
 @dataclass(slots=True, frozen=True)
 class GateCheck:
-    """Result of one condition of the gate; `detail` describes the measured value."""
+    """Result of one condition of the gate; `found` describes the measured value."""
 
     name: str
     holds: bool
-    detail: str
+    found: str
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.detail}"
+        return f"{self.name}: {self.found}"
 
 
 def compute_mean(outcomes: Sequence[TaskOutcome], metric: Metric) -> float | None:

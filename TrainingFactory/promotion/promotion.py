@@ -40,7 +40,7 @@ class SequentialTest:
 
     task_order: list[str]
     champion_rates: list[float]
-    level: float
+    min_difference: float
     alpha: float
 
     @classmethod
@@ -58,7 +58,7 @@ class SequentialTest:
         return [_mean(challenger_scores[task]) - rate for task, rate in rates if task in challenger_scores]
 
     def is_proved(self, differences: Sequence[float]) -> bool:
-        return sequential.find_rejection(differences, self.level, self.alpha) is not None
+        return sequential.find_rejection(differences, self.min_difference, self.alpha) is not None
 
     def can_be_proved(self, differences: Sequence[float]) -> bool:
         """Return whether the test would pass if the challenger solved all remaining tasks."""
@@ -151,12 +151,13 @@ class Promotion:
             name: outcome.scored_episodes for name, outcome in _get_outcomes_by_task(challenger, 0).items()
         }
         differences = sequential_test.compute_differences(challenger_scores)
-        num_tasks, lower_bound = len(differences), sequential.lower_bound(differences, sequential_test.alpha)
+        num_tasks = len(differences)
+        lower_bound = sequential.compute_lower_bound(differences, sequential_test.alpha)
         progress = f"{num_tasks} of {len(sequential_test.task_order)} tasks"
         detail = (
             f"difference {sum(differences) / num_tasks:+.3f} after {progress}, lower bound {lower_bound:+.3f}"
         )
-        detail += f"; needed: above {sequential_test.level:+.3f}"
+        detail += f"; needed: above {sequential_test.min_difference:+.3f}"
         return GateCheck(self.criteria[0], sequential_test.is_proved(differences), detail)
 
     def _check_guard(self, guard: Guard) -> GateCheck:
@@ -164,14 +165,14 @@ class Promotion:
         outcomes = [_get_outcomes_by_task(model, entry_index) for model in self.models]
         common_tasks = [task for task in outcomes[-1] if task in outcomes[0]]
         *champion_outcomes, challenger_outcomes = [
-            [by_task[task] for task in common_tasks] for by_task in outcomes
+            [task_outcomes[task] for task in common_tasks] for task_outcomes in outcomes
         ]
         return check_guard(
             guard, self.main_entry, challenger_outcomes, champion_outcomes[0] if champion_outcomes else None
         )
 
     def _run_entry(self, model: ComparedModel, entry_index: int, evaluate: Evaluator) -> None:
-        """Evaluator a model on the suite entry at `entry_index`, unless the evaluation is recorded."""
+        """Evaluate a model on the suite entry at `entry_index`, unless the evaluation is recorded."""
         evaluation = model.evaluations[entry_index]
         if model.stored_records[entry_index] is None and evaluation is not None:
             evaluate(model.name, evaluation)

@@ -189,7 +189,7 @@ class Catalogue:
     def rollback(self, model: str, alias: str) -> tuple[Version, int | None]:
         """Roll an alias back to its previous version; return that version and the number that it replaces."""
         with self._database.open_write_transaction() as db:
-            current = get_alias_number(db, model, alias)
+            old_number = get_alias_number(db, model, alias)
             history: list[int] = []
             qmarks = ", ".join("?" * len(ALIAS_MOVES))
             alias_moves = db.execute(
@@ -203,16 +203,18 @@ class Catalogue:
                 else:
                     history.append(number)
             versions = {version.number: version for version in read_versions(db, model)}
-            candidates = [number for number in history if number != current and number in versions]
+            candidates = [number for number in history if number != old_number and number in versions]
             if not candidates:
                 raise ValueError(f"cannot roll back {model}@{alias}: no earlier version of it exists")
-            return self._move_alias(db, versions[candidates[-1]], alias, current, "rollback", None), current
+            version = versions[candidates[-1]]
+            return self._move_alias(db, version, alias, old_number, "rollback", None), old_number
 
     def _move_alias(
-        self, db: sqlite3.Connection, version: Version, alias: str, old: int | None, kind: str, evidence: Any
-    ) -> Version:
+        self, db: sqlite3.Connection, version: Version, alias: str, old_number: int | None, kind: str,
+        evidence: Any,
+    ) -> Version:  # fmt: skip
         db.execute("INSERT OR REPLACE INTO aliases VALUES (?, ?, ?)", (version.model, alias, version.number))
-        write_decision(db, version.model, alias, version.number, old, kind, evidence)
+        write_decision(db, version.model, alias, version.number, old_number, kind, evidence)
         return get_version(db, str(version), self.path)
 
     def remove_alias(self, model: str, alias: str) -> int:

@@ -324,13 +324,11 @@ class EpisodeForest:
             parent=parent.member, fork_turn=len(parent.turns),
         )  # fmt: skip
         num_batches = environment.executor.batches if isinstance(environment, ToolEnvironment) else 0
-        fork_point = ForkPoint(
-            prompt_ids, _collect_turn_keys(run), num_batches, method, self.branching.timeout
-        )
+        start = ForkPoint(prompt_ids, _collect_turn_keys(run), num_batches, method, self.branching.timeout)
         if isinstance(forked_environment, ToolEnvironment) and isinstance(environment, ToolEnvironment):
             forked_environment.executor.continue_from(environment.executor, fork_key, forked_environment)
         seed_of = functools.partial(self.seed_functions[group_index], member)
-        child = run.fork(trajectory, seed_of, fork_point, forked_environment)
+        child = run.fork(trajectory, seed_of, start, forked_environment)
         self._add_run(child, group_index, budget)
         self.groups[group_index].append(child)
         if self.branching.in_waves:

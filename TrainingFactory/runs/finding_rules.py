@@ -122,8 +122,8 @@ def _detect_no_tool_call(window: StepWindow) -> str | None:
         return None
     if any(row.get("episodes/called", 0) > MIN_CALL_SHARE * row.get("episodes", 0) for row in window.recent):
         return None
-    num_called, total = (sum(_collect(window.recent, name)) for name in ("episodes/called", "episodes"))
-    subject = f"Only {num_called:.0f} of {total:.0f} episodes" if num_called else "No episode"
+    num_called, num_total = (sum(_collect(window.recent, name)) for name in ("episodes/called", "episodes"))
+    subject = f"Only {num_called:.0f} of {num_total:.0f} episodes" if num_called else "No episode"
     example = find_unparsed_call(window.episodes)
     if example is not None:
         return f"{subject} called a tool, but this reply looks like a call that was not parsed: {example!r}"
@@ -154,27 +154,30 @@ def _detect_ties(window: StepWindow) -> str | None:
 
 
 def _detect_wrong_rewarded(window: StepWindow) -> str | None:
-    right, wrong = window.collect("reward_right"), window.collect("reward_wrong")
-    if right and wrong and all(bad > good / 2 > 0 for good, bad in zip(right, wrong, strict=True)):
-        return f"Episodes with a wrong outcome get a mean reward of {wrong[-1]:.3g}, correct ones {right[-1]:.3g}"
+    right_means, wrong_means = window.collect("reward_right"), window.collect("reward_wrong")
+    pairs = zip(right_means, wrong_means, strict=True)
+    if right_means and wrong_means and all(wrong > right / 2 > 0 for right, wrong in pairs):
+        right, wrong = right_means[-1], wrong_means[-1]
+        return f"Episodes with a wrong outcome get a mean reward of {wrong:.3g}, correct ones {right:.3g}"
 
 
 def _detect_entropy_drop(window: StepWindow) -> str | None:
-    entropies, base = window.collect("entropy"), _collect(window.initial, "entropy")
-    if not entropies or not base or not window.earlier or "reward" not in window.recent[-1]:
+    entropies, first_values = window.collect("entropy"), _collect(window.initial, "entropy")
+    if not entropies or not first_values or not window.earlier or "reward" not in window.recent[-1]:
         return None
     accuracy = window.compute_mean("accuracy")
-    if accuracy < 0.8 and max(entropies) < 0.1 * median(base):
-        return f"Entropy fell from {median(base):.3g} to {entropies[-1]:.3g} at an accuracy of {accuracy:.0%}"
+    if accuracy < 0.8 and max(entropies) < 0.1 * median(first_values):
+        return f"Entropy fell from {median(first_values):.3g} to {entropies[-1]:.3g} at an accuracy of {accuracy:.0%}"
 
 
 def _detect_length_jump(window: StepWindow) -> str | None:
-    tokens, earlier = window.collect("length"), _collect(window.earlier, "length")
+    lengths, old_lengths = window.collect("length"), _collect(window.earlier, "length")
     earlier_rewards = _collect(window.earlier, "reward") or [0.0]
-    if len(earlier) < START_STEPS or window.compute_mean("reward") > fmean(earlier_rewards):
+    if len(old_lengths) < START_STEPS or window.compute_mean("reward") > fmean(earlier_rewards):
         return None
-    if tokens and min(tokens) > 2 * median(earlier):
-        return f"Sampled tokens per episode rose from {median(earlier):.0f} to {tokens[-1]:.0f} without a higher reward"
+    if lengths and min(lengths) > 2 * median(old_lengths):
+        change = f"from {median(old_lengths):.0f} to {lengths[-1]:.0f}"
+        return f"Sampled tokens per episode rose {change} without a higher reward"
 
 
 def _detect_logprob_gap(window: StepWindow) -> str | None:
@@ -242,9 +245,9 @@ def _detect_folds_every_turn(window: StepWindow) -> str | None:
 
 def _detect_summary_growth(window: StepWindow) -> str | None:
     lengths = window.collect("fold/summary_tokens")
-    earlier = _collect(window.earlier, "fold/summary_tokens")
-    if lengths and len(earlier) >= START_STEPS and min(lengths) > 1.5 * median(earlier):
-        return f"Summaries grew from {median(earlier):.0f} to {lengths[-1]:.0f} tokens"
+    earlier_lengths = _collect(window.earlier, "fold/summary_tokens")
+    if lengths and len(earlier_lengths) >= START_STEPS and min(lengths) > 1.5 * median(earlier_lengths):
+        return f"Summaries grew from {median(earlier_lengths):.0f} to {lengths[-1]:.0f} tokens"
     if (cut_shares := window.collect("fold/summaries_cut")) and min(cut_shares) > 0.5:
         return f"{cut_shares[-1]:.0%} of the summaries were cut at environment.context.summary_tokens"
 

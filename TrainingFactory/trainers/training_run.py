@@ -21,7 +21,7 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.promotion.model_registry import ModelRegistry
 from TrainingFactory.protocols import EnvironmentFactory
 from TrainingFactory.resolve import factories
-from TrainingFactory.runs.folder import NOTES_KEY, RunFolder, TrainingReport, pick_name
+from TrainingFactory.runs.folder import NOTES_KEY, RunFolder, TrainingReport, pick_run_name
 from TrainingFactory.runs.notebook_view import make_default_watcher
 from TrainingFactory.runs.tracking import Watcher
 from TrainingFactory.tools.threads import in_thread
@@ -78,7 +78,7 @@ class Training(PreparedRun):
                     self.written_config, objects or UserObjects(), self.tools, self.data
                 )
                 notes = {NOTES_KEY: resolved_config.notes}
-                run = self.create_run(name or pick_name(self.config), run_info | notes)
+                run = self.create_run(name or pick_run_name(self.config), run_info | notes)
             else:
                 self._check_unchanged(run)
             self.run = run

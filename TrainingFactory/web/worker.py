@@ -108,5 +108,5 @@ def promote(arguments: dict[str, Any], report: ProgressCallback) -> dict[str, An
     for line in promotion.criteria:
         report({"text": f"the gate: {line}"})
     decision = promotion.run(play)
-    checks = [{"name": check.name, "holds": check.holds, "found": check.detail} for check in decision.checks]
+    checks = [{"name": check.name, "holds": check.holds, "found": check.found} for check in decision.checks]
     return {"promoted": decision.promoted, "text": decision.text, "checks": checks}
