@@ -45,7 +45,7 @@ class RayEngineLauncher:
         self._timeout = timeout
         self._folder = None if folder is None else folder.resolve()
         self._group_lock, self._pack_lock = asyncio.Lock(), asyncio.Lock()
-        self._group: Any = None
+        self._placement_group: Any = None
         self._stored_weights: tuple[Weights, Any] | None = None  # the last weights put into the object store
         self._engines: list[RayEngine] = []
 
@@ -55,14 +55,15 @@ class RayEngineLauncher:
             await session.open()
             ray = require_ray()
             self._gpus = session.pick_gpus(self._gpus, spec.kind == "vllm")
-            if self._group is None:
+            if self._placement_group is None:
                 option = "compute.samplers" if self._role == "sampler" else f"reward.{self._role}.replicas"
                 bundles = [{"CPU": self._cpus, "GPU": self._gpus}] * self._num_engines
                 role = f"{option}={self._num_engines}"
-                self._group = await session.allocate_group(bundles, role, self._timeout)
+                self._placement_group = await session.allocate_group(bundles, role, self._timeout)
         name = f"{self._role} {number}"
         resources = {"num_cpus": self._cpus, "num_gpus": self._gpus, "max_concurrency": MAX_CONCURRENCY}
-        actor = ray.remote(EngineActor).options(**session.options(name, self._group, number, **resources))
+        options = session.options(name, self._placement_group, number, **resources)
+        actor = ray.remote(EngineActor).options(**options)
         engine = RayEngine(ray, actor.remote(), name, self.pack_weights)
         self._engines.append(engine)
         pattern = "*" if spec.options.get("enable_lora") else "*.json"  # adapters need the base weights too
@@ -90,9 +91,9 @@ class RayEngineLauncher:
 
     async def close(self) -> None:
         await asyncio.gather(*(engine.close() for engine in self._engines))
-        if self._group is not None:
-            self._session.remove_group(self._group)
-        self._group = None
+        if self._placement_group is not None:
+            self._session.remove_group(self._placement_group)
+        self._placement_group = None
         await self._session.close()
 
 

@@ -163,7 +163,7 @@ def compute_success_metrics(successes: Sequence[Sequence[bool]], episodes_per_ta
         return {}
     rate = statistics.estimate_success(successes)
     metrics = {"success": rate.value, "success_low": rate.low, "success_high": rate.high}
-    for k in statistics.choose_ks(episodes_per_task) if episodes_per_task > 1 else ():
+    for k in statistics.choose_k_values(episodes_per_task) if episodes_per_task > 1 else ():
         for metric_name, value in (
             (f"pass@{k}", statistics.estimate_pass_at(k, successes)),
             (f"pass^{k}", statistics.estimate_pass_all(k, successes)),

@@ -114,8 +114,8 @@ class Rollouts:
             was_interrupted = True
         except EndpointStopped as error:
             note = f", saved to {self.path}" if self._ended_episodes else ""
-            progress = f"{len(self._ended_episodes)} of {pluralize(self.num_episodes, 'episode')}{note}"
-            raise EndpointStopped(f"{error}. Finished: {progress}") from error
+            progress_text = f"{len(self._ended_episodes)} of {pluralize(self.num_episodes, 'episode')}{note}"
+            raise EndpointStopped(f"{error}. Finished: {progress_text}") from error
         finally:
             seconds = time.perf_counter() - start_time
             await in_thread(self._save_episodes)

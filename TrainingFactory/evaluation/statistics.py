@@ -67,7 +67,7 @@ def _average(values: Sequence[float]) -> float | None:
     return fmean(values) if values else None
 
 
-def choose_ks(max_k: int) -> list[int]:
+def choose_k_values(max_k: int) -> list[int]:
     """Return the values of k to report for `max_k` episodes per task: powers of two and `max_k` itself."""
     return sorted({max_k, *(2**exponent for exponent in range(max_k.bit_length()) if 2**exponent <= max_k)})
 

@@ -48,14 +48,14 @@ class SequentialTest:
         champion_scores = champion.scored_episodes
         task_order = list(champion_scores)
         random.Random(f"promotion {champion.conditions.seed}").shuffle(task_order)
-        champion_means = [_mean(champion_scores[task]) for task in task_order]
+        champion_means = [_average(champion_scores[task]) for task in task_order]
         return cls(task_order, champion_means, gate.min_difference, gate.alpha)
 
     def compute_differences(self, challenger_scores: Mapping[str, Sequence[bool]]) -> list[float]:
         """Return the challenger's success rates minus the champion's, in order. Unscored tasks count as failed, so that
         a challenger cannot gain by making hard tasks unscorable."""
         rates = zip(self.task_order, self.champion_rates, strict=True)
-        return [_mean(challenger_scores[task]) - rate for task, rate in rates if task in challenger_scores]
+        return [_average(challenger_scores[task]) - rate for task, rate in rates if task in challenger_scores]
 
     def is_proved(self, differences: Sequence[float]) -> bool:
         return sequential.find_rejection(differences, self.min_difference, self.alpha) is not None
@@ -153,10 +153,8 @@ class Promotion:
         differences = sequential_test.compute_differences(challenger_scores)
         num_tasks = len(differences)
         lower_bound = sequential.compute_lower_bound(differences, sequential_test.alpha)
-        progress = f"{num_tasks} of {len(sequential_test.task_order)} tasks"
-        detail = (
-            f"difference {sum(differences) / num_tasks:+.3f} after {progress}, lower bound {lower_bound:+.3f}"
-        )
+        progress_text = f"{num_tasks} of {len(sequential_test.task_order)} tasks"
+        detail = f"difference {sum(differences) / num_tasks:+.3f} after {progress_text}, lower bound {lower_bound:+.3f}"
         detail += f"; needed: above {sequential_test.min_difference:+.3f}"
         return GateCheck(self.criteria[0], sequential_test.is_proved(differences), detail)
 
@@ -223,5 +221,5 @@ def _get_outcomes_by_task(model: ComparedModel, entry_index: int) -> dict[str, T
     return {outcome.task: outcome for outcome in stored_record.record.outcomes}
 
 
-def _mean(successes: Sequence[bool]) -> float:
+def _average(successes: Sequence[bool]) -> float:
     return sum(successes) / len(successes) if successes else 0.0

@@ -72,7 +72,7 @@ def add_entry(kind: str, name: str, target: Sequence[str]) -> None:
     section, _ = _split_key(KEYS_BY_KIND[kind][0])
     entry_value: Any = target[0]
     if all("=" in option for option in target):
-        options = [opt if "." in opt.partition("=")[0] else f"{section}.{opt}" for opt in target]
+        options = [option if "." in option.partition("=")[0] else f"{section}.{option}" for option in target]
         entry_value = load_config(None, options).model_dump(exclude_unset=True)
     elif len(target) > 1:
         raise ValueError(f"invalid target {' '.join(target)!r}: give one value, or options as key=value")

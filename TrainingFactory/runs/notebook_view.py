@@ -27,8 +27,8 @@ class ChartMetrics(NamedTuple):
 
     title: str
     metrics: dict[str, str]
-    bottom: float | None = None
-    top: float | None = None
+    axis_min: float | None = None
+    axis_max: float | None = None
 
 
 CHART_METRICS = (
@@ -87,7 +87,7 @@ def make_charts(rows: Rows) -> list[Chart]:
     for chart_metrics in CHART_METRICS:
         curves = [Curve(label, _list_points(rows, name)) for name, label in chart_metrics.metrics.items()]
         if any(curve.points for curve in curves):
-            charts.append(Chart(chart_metrics.title, curves, chart_metrics.bottom, chart_metrics.top))
+            charts.append(Chart(chart_metrics.title, curves, chart_metrics.axis_min, chart_metrics.axis_max))
     return charts[:MAX_CHARTS]
 
 
