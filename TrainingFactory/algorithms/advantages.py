@@ -61,13 +61,13 @@ def compute_advantages(
     returns = compute_returns(outcomes, step_rewards, credit)
     if baseline == "none":
         return returns * np.ones(step_rewards.shape[-1])
-    distance = returns - returns.mean(-2, keepdims=True)
+    advantages = returns - returns.mean(-2, keepdims=True)
     # Differences below this are rounding errors; dividing by their deviation would scale them up to a reward's size.
     tolerance = REWARD_TOLERANCE * (np.abs(outcomes) + np.abs(step_rewards).sum(-1)).max(-1)[..., None, None]
-    distance = np.where(np.abs(distance) > tolerance, distance, 0.0) * np.ones(step_rewards.shape[-1])
+    advantages = np.where(np.abs(advantages) > tolerance, advantages, 0.0) * np.ones(step_rewards.shape[-1])
     if baseline == "rloo":
-        distance = distance * (group_size / (group_size - 1))
+        advantages = advantages * (group_size / (group_size - 1))
     if scale:
         deviation = returns[..., :1].std(-2, ddof=1, keepdims=True)  # at the first turn: the total reward
-        distance = distance / np.where(deviation > tolerance, deviation, np.inf)
-    return distance
+        advantages = advantages / np.where(deviation > tolerance, deviation, np.inf)
+    return advantages

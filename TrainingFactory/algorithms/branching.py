@@ -86,9 +86,9 @@ class EpisodeTrees:
         """Return the value V of the segment at `turn` that leads to these leaves. [n, T] -> [T]"""
         if len(leaves) == 1:
             return returns[leaves[0]]
-        fork = self.find_next_fork(leaves, turn)
-        branches = self.split_leaves(leaves, fork)
-        return np.mean([self.compute_value(branch, fork, returns) for branch in branches], axis=0)
+        fork_turn = self.find_next_fork(leaves, turn)
+        branches = self.split_leaves(leaves, fork_turn)
+        return np.mean([self.compute_value(branch, fork_turn, returns) for branch in branches], axis=0)
 
 
 def compute_tree_advantages(
@@ -102,9 +102,9 @@ def compute_tree_advantages(
     leaf_weights = np.ones(len(trees.roots))
 
     def fill_segment(leaves: list[int], turn: int, weight: float, sibling_mean: np.ndarray) -> None:
-        fork = trees.find_next_fork(leaves, turn)
+        fork_turn = trees.find_next_fork(leaves, turn)
         segment_values = trees.compute_value(leaves, turn, returns)
-        for t in range(turn, fork):
+        for t in range(turn, fork_turn):
             leaf = next((leaf for leaf in leaves if is_trained[leaf, t]), leaves[0])
             turn_table.weights[leaf, t] = weight
             turn_table.values[leaf, t] = segment_values[t]
@@ -112,7 +112,7 @@ def compute_tree_advantages(
         if len(leaves) == 1:
             leaf_weights[leaves[0]] = weight
         else:
-            fill_branches(trees.split_leaves(leaves, fork), fork, weight)
+            fill_branches(trees.split_leaves(leaves, fork_turn), fork_turn, weight)
 
     def fill_branches(branches: list[list[int]], turn: int, weight: float) -> None:
         branch_values = np.array([trees.compute_value(branch, turn, returns) for branch in branches])

@@ -86,13 +86,11 @@ class GRPO(BaseAlgorithm):
                 "set grpo.scale_rewards to false"
             )
         if self.state_groups and (self.scale_rewards or self.advantage == "reinforce_plus_plus"):
-            conflicting_option = (
-                "scale_rewards=true" if self.scale_rewards else "advantage=reinforce_plus_plus"
-            )
-            reason = "scales" if self.scale_rewards else "does not compare"
+            conflict = "scale_rewards=true" if self.scale_rewards else "advantage=reinforce_plus_plus"
+            effect = "scales" if self.scale_rewards else "does not compare"
             raise ValueError(
                 f"grpo.state_groups={self.state_groups:g} compares unscaled returns within a group, but "
-                f"grpo.{conflicting_option} {reason} them; remove one of the two"
+                f"grpo.{conflict} {effect} them; remove one of the two"
             )
 
     @property
@@ -110,38 +108,34 @@ class GRPO(BaseAlgorithm):
         return frozenset(name for name, is_needed in inputs.items() if is_needed)
 
     def samples(self, group: Sequence[Trajectory]) -> list[Sample]:
-        scored_trajectories = [
-            trajectory for trajectory in group if trajectory.reward is not None and trajectory.turns
-        ]
+        scored_episodes = [episode for episode in group if episode.reward is not None and episode.turns]
         is_ungrouped = self.advantage == "reinforce_plus_plus"  # no comparison within the group
-        if len(scored_trajectories) < (1 if is_ungrouped else 2):
+        if len(scored_episodes) < (1 if is_ungrouped else 2):
             return []
-        outcomes, step_rewards = make_reward_tables(scored_trajectories)
+        outcomes, step_rewards = make_reward_tables(scored_episodes)
         if (
             self.refill
             and self.refill_by == "outcome"
-            and len(scored_trajectories) > 1
+            and len(scored_episodes) > 1
             and are_rewards_equal(outcomes)
         ):
             return []
         if self.overlong_length is not None:
-            outcomes -= self._compute_length_penalties(scored_trajectories, self.overlong_length)
+            outcomes -= self._compute_length_penalties(scored_episodes, self.overlong_length)
         baseline = "none" if is_ungrouped else "rloo" if self.advantage == "rloo" else "group"
-        if has_forks(scored_trajectories):
-            trees = EpisodeTrees(group, scored_trajectories)
-            return self._make_tree_rows(scored_trajectories, trees, outcomes, step_rewards, baseline)
-        turn_advantages = compute_advantages(
-            outcomes, step_rewards, self.credit, baseline, self.scale_rewards
-        )
+        if has_forks(scored_episodes):
+            trees = EpisodeTrees(group, scored_episodes)
+            return self._make_tree_rows(scored_episodes, trees, outcomes, step_rewards, baseline)
+        advantages = compute_advantages(outcomes, step_rewards, self.credit, baseline, self.scale_rewards)
         if self.state_groups:
-            members = range(len(scored_trajectories))
+            members = range(len(scored_episodes))
             returns = compute_returns(outcomes, step_rewards, self.credit) * np.ones(step_rewards.shape)
-            turn_table = TurnTable([*members], np.ones(step_rewards.shape), returns, turn_advantages)
-            turn_advantages = self._add_state_advantages(scored_trajectories, turn_table)
-        if not is_ungrouped and not turn_advantages.any():
+            turn_table = TurnTable([*members], np.ones(step_rewards.shape), returns, advantages)
+            advantages = self._add_state_advantages(scored_episodes, turn_table)
+        if not is_ungrouped and not advantages.any():
             return []
         rows = []
-        for trajectory, row_advantages in zip(scored_trajectories, turn_advantages.tolist(), strict=True):
+        for trajectory, row_advantages in zip(scored_episodes, advantages.tolist(), strict=True):
             if trajectory.status != "truncated" or self.train_truncated:
                 rows += to_samples(trajectory, row_advantages[: len(trajectory.turns)])
         return rows

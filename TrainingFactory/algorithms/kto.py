@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from TrainingFactory.algorithms.base import BaseAlgorithm
-from TrainingFactory.algorithms.preferences import total_reward
+from TrainingFactory.algorithms.preferences import sum_rewards
 from TrainingFactory.algorithms.trained_tokens import TrainedTokens
 from TrainingFactory.data.packing import Batch
 from TrainingFactory.data.samples import to_samples
@@ -40,7 +40,7 @@ class KTO(BaseAlgorithm):
         rows = []
         for trajectory in group:
             if trajectory.reward is not None:
-                rows += to_samples(trajectory, label=float(total_reward(trajectory) > self.threshold))
+                rows += to_samples(trajectory, label=float(sum_rewards(trajectory) > self.threshold))
         return rows
 
     def prepare(self, batches: Sequence[Batch], step: int) -> None:

@@ -21,7 +21,7 @@ import torch
 
 from TrainingFactory.algorithms.base import BaseAlgorithm
 from TrainingFactory.algorithms.correction import Correction, compute_importance_weights
-from TrainingFactory.algorithms.preferences import total_reward
+from TrainingFactory.algorithms.preferences import sum_rewards
 from TrainingFactory.algorithms.trained_tokens import TrainedTokens
 from TrainingFactory.data.packing import Batch
 from TrainingFactory.data.samples import to_samples
@@ -50,11 +50,11 @@ class RFT(BaseAlgorithm):
         accepted_episodes = [
             episode
             for episode in group
-            if episode.reward is not None and total_reward(episode) >= self.threshold
+            if episode.reward is not None and sum_rewards(episode) >= self.threshold
             if episode.status != "truncated" or self.train_truncated
             if not all(turn.masked for turn in episode.turns)
         ]
-        ranked_episodes = sorted(accepted_episodes, key=total_reward, reverse=True)  # ties keep their order
+        ranked_episodes = sorted(accepted_episodes, key=sum_rewards, reverse=True)  # ties keep their order
         if self.dedupe:
             episode_by_actions: dict[tuple[str, ...], Trajectory] = {}
             for episode in ranked_episodes:

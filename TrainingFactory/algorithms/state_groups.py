@@ -37,11 +37,11 @@ def compute_state_advantages(
     for turn_positions in turns_by_state.values():
         members, turn_indices = (np.array(indices) for indices in zip(*turn_positions, strict=True))
         state_values, state_weights = values[members, turn_indices], weights[members, turn_indices]
-        mask = np.ones((len(members), len(members)))
+        pair_mask = np.ones((len(members), len(members)))
         if excludes_own_tree:
-            mask = (tree_ids[members][:, None] != tree_ids[members]).astype(float)
-        total_weights = mask @ state_weights
-        mean = mask @ (state_weights * state_values) / np.where(total_weights > 0, total_weights, 1.0)
+            pair_mask = (tree_ids[members][:, None] != tree_ids[members]).astype(float)
+        total_weights = pair_mask @ state_weights
+        mean = pair_mask @ (state_weights * state_values) / np.where(total_weights > 0, total_weights, 1.0)
         state_advantages[members, turn_indices] = np.where(total_weights > 0, state_values - mean, 0.0)
     state_advantages[np.abs(state_advantages) <= REWARD_TOLERANCE * np.abs(values).max(initial=0.0)] = 0.0
     return state_advantages

@@ -93,7 +93,7 @@ async def join_cluster(config: TrainingConfig, exit_stack: AsyncExitStack) -> No
         num_remote_learners = (compute.learners or 1) - 1
         bundles += [{"CPU": 1.0, "GPU": session.pick_gpus(compute.gpus_per_learner)}] * num_remote_learners
         learners_text = f" and learners={compute.learners}" if num_remote_learners else ""
-        await session.check(bundles, f"compute.samplers={compute.samplers}{learners_text}")
+        await session.check_capacity(bundles, f"compute.samplers={compute.samplers}{learners_text}")
 
 
 def make_training_fleet(
@@ -125,7 +125,7 @@ def make_serving_fleet(
         model.save_pretrained(folder)
         loaded_model.tokenizer.save_pretrained(folder)
     spec = {"dtype": config.model.dtype, "options": config.sampling.engine_options, "pushed": False}
-    return _make_fleet(config, folder, length, num_episodes, spec, notify, keep_alive=temporary_folder)
+    return _make_fleet(config, folder, length, num_episodes, spec, notify, owned_object=temporary_folder)
 
 
 def _find_loadable_model(config: TrainingConfig) -> str | None:
@@ -142,7 +142,7 @@ def _find_loadable_model(config: TrainingConfig) -> str | None:
 
 def _make_fleet(
     config: TrainingConfig, model: str, length: int, num_episodes: int, options: dict[str, Any], notify: Notify,
-    tolerance: float = LOGPROB_TOLERANCE_16_BIT, keep_alive: object = None, logs: Path | None = None,
+    tolerance: float = LOGPROB_TOLERANCE_16_BIT, owned_object: object = None, logs: Path | None = None,
 ) -> Fleet:  # fmt: skip
     compute, trust = config.compute, config.model.trust_remote_code
     slots = min(config.sampling.slots, num_episodes)
@@ -153,7 +153,7 @@ def _make_fleet(
         engine, model, length, slots, device=device, trust_remote_code=trust, cache_gib=cache_gib, **options
     )
     hosts = make_launcher(compute, spec, compute.samplers, compute.gpus_per_sampler, notify, "sampler", logs)
-    return Fleet(hosts, compute.samplers, length, notify, tolerance, keep_alive, compute.start_timeout)
+    return Fleet(hosts, compute.samplers, length, notify, tolerance, owned_object, compute.start_timeout)
 
 
 def make_launcher(

@@ -108,7 +108,7 @@ def _print_comparison(comparison: Comparison, num_shown: int) -> None:
     rows = [
         ("compared", f"{names}, {show.pluralize(comparison.num_tasks, 'task')}"),
         ("difference", f"{estimate.value:+.3f} (95 % interval {estimate.low:+.3f} to {estimate.high:+.3f})"),
-        ("flipped", f"{len(better)} better, {len(worse)} worse; exact McNemar p = {comparison.p:.3g}"),
+        ("flipped", f"{len(better)} better, {len(worse)} worse; exact McNemar p = {comparison.p_value:.3g}"),
     ]
     directions = ("better on", better), ("worse on", worse)
     rows += [(label, _format_task_ids(flips)) for label, flips in directions if flips]

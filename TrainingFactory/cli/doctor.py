@@ -52,7 +52,7 @@ def doctor(
         print(json.dumps(report.as_json, indent=1, ensure_ascii=False))
     else:
         show.print_table([*report.facts.items()])
-        rows = [(row.severity, row.name, f"{row.sentence}. {row.remedy}") for row in report.by_severity]
+        rows = [(row.severity, row.name, f"{row.sentence}. {row.remedy}") for row in report.sorted_findings]
         if rows:
             show.print_columns(["", "finding", "description and remedy"], rows)
         else:

@@ -31,7 +31,7 @@ def list_ids(*, as_json: Json = False) -> None:
         }
         for kind, ids in project.read_entries().items()
     }
-    installed = {sibling.package: sibling.installed for sibling in SIBLING_FACTORIES.values()}
+    installed = {sibling.package: sibling.is_installed for sibling in SIBLING_FACTORIES.values()}
     if as_json:
         print(json.dumps({"ids": targets, "installed": installed}, indent=2, ensure_ascii=False))
         return

@@ -210,7 +210,7 @@ def promote(
         change = comparison.difference
         flip_counts = f"{len(comparison.wins)} better, {len(comparison.losses)} worse"
         interval = f"{change.value:+.3f} (95 % interval {change.low:+.3f} to {change.high:+.3f})"
-        print(f"all evaluated tasks: {interval}, {flip_counts}, exact McNemar p = {comparison.p:.3g}")
+        print(f"all evaluated tasks: {interval}, {flip_counts}, exact McNemar p = {comparison.p_value:.3g}")
     verdict = f"is {promotion.target} now" if decision.promoted else f"is refused as {promotion.target}"
     print(f"{promotion.version} {verdict}: {decision.text}")
     return status

@@ -59,10 +59,10 @@ class Fleet:
 
     def __init__(
         self, launcher: EngineLauncher, num_engines: int, max_length: int,
-        notify: Callable[[str], None] = lambda _: None, tolerance: float = 1e-3, keep_alive: object = None,
+        notify: Callable[[str], None] = lambda _: None, tolerance: float = 1e-3, owned_object: object = None,
         start_timeout: float = 600.0
     ) -> None:  # fmt: skip
-        self._keep_alive = keep_alive  # as long as the fleet, such as a temporary folder of weights
+        self._owned_object = owned_object  # kept as long as the fleet, such as a temporary folder of weights
         self.max_length, self.policy_version = max_length, 0
         self._launcher, self._notify, self._tolerance = launcher, notify, tolerance
         self._num_engines, self._start_timeout, self.clock = num_engines, start_timeout, PausableClock()
@@ -186,11 +186,11 @@ class Fleet:
                 f"{engine.name} did not load the weights within {self._start_timeout:g} s"
             ) from None
         differences = [abs(a - b) for a, b in zip(expected_logprobs, logprobs, strict=True)]
-        difference = sum(differences) / max(1, len(differences))
-        if not difference <= self._tolerance:
+        mean_difference = sum(differences) / max(1, len(differences))
+        if not mean_difference <= self._tolerance:
             raise ValueError(
                 f"{engine.name} does not have the learner's weights: after a weight update its log-probs of a test "
-                f"sequence differ from the learner's by {difference:.3g} on average (limit {self._tolerance:g})"
+                f"sequence differ from the learner's by {mean_difference:.3g} on average (limit {self._tolerance:g})"
             )
 
     def _handle_lost_engine(self, engine_number: int, engine: EngineHandle, error: Exception) -> None:

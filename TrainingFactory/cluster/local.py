@@ -78,36 +78,36 @@ class LocalEngine:
 
     def __init__(self, engine_number: int, folder: Path | None, role: str) -> None:
         self.name = f"{role} {engine_number}"
-        self._folder = Path(tempfile.mkdtemp()) if folder is None else None
-        self.log = (folder or self._folder or Path()) / f"{role}-{engine_number}.log"
-        self.log_note = "" if folder is None else f" (log: {self.log})"
-        self._log_start = 0  # size in bytes of the log of earlier engines
+        self._temporary_folder = Path(tempfile.mkdtemp()) if folder is None else None
+        self.log_path = (folder or self._temporary_folder or Path()) / f"{role}-{engine_number}.log"
+        self.log_note = "" if folder is None else f" (log: {self.log_path})"
+        self._log_offset = 0  # size in bytes of the log of earlier engines
         self.engine_info: dict[str, Any] = {}  # the result of the engine's `start`
         self._lifeline_pipe = -1  # closing this pipe ends the engine
         self._process: asyncio.subprocess.Process | None = None
-        self._tickets, self._failure = itertools.count(), "is not open"
+        self._ticket_numbers, self._failure_text = itertools.count(), "is not open"
         self._futures: dict[str, asyncio.Future[Any]] = {}
 
     async def open(self, spec: EngineSpec, env: Mapping[str, str]) -> None:
         pipe_reader, self._lifeline_pipe = os.pipe()
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as log_file:
-            self._log_start = log_file.tell()
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("ab") as log_file:
+            self._log_offset = log_file.tell()
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, "-P", "-m", "TrainingFactory.cluster.local_child", str(pipe_reader),
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=log_file, limit=MAX_MESSAGE_BYTES,
                 env=env, pass_fds=[pipe_reader], start_new_session=True
             )  # fmt: skip
         os.close(pipe_reader)
-        self._failure = ""
+        self._failure_text = ""
         self.name = f"{self.name}, process {self._process.pid}"
         self._reader = asyncio.create_task(self._read_answers(self._process.stdout))
         self._send(dataclasses.asdict(spec))
 
     async def call(self, method: str, *args: Any) -> Any:
-        if self._failure:
-            raise EngineLost(f"{self.name} {self._failure}")
-        ticket = str(next(self._tickets))
+        if self._failure_text:
+            raise EngineLost(f"{self.name} {self._failure_text}")
+        ticket = str(next(self._ticket_numbers))
         self._futures[ticket] = future = asyncio.get_running_loop().create_future()
         self._send([ticket, method, [to_json(arg) for arg in args]])
         try:
@@ -121,20 +121,21 @@ class LocalEngine:
     async def close(self) -> None:
         if self._lifeline_pipe < 0:
             return
-        if not self._failure and self.engine_info:  # an engine that is still starting handles no calls
+        if not self._failure_text and self.engine_info:  # an engine that is still starting handles no calls
             with suppress(EngineLost, ValueError, TimeoutError):
                 async with asyncio.timeout(CLOSE_SECONDS):
                     await self.call("close")
-        lifeline, self._lifeline_pipe, self._failure = self._lifeline_pipe, -1, self._failure or "is closed"
-        os.close(lifeline)  # the watcher process now kills whatever is still running
+        self._failure_text = self._failure_text or "is closed"
+        lifeline_pipe, self._lifeline_pipe = self._lifeline_pipe, -1
+        os.close(lifeline_pipe)  # the watcher process now kills whatever is still running
         if self._process is not None:
             await self._process.wait()
             await self._reader
-        if self._folder is not None:
-            shutil.rmtree(self._folder)
+        if self._temporary_folder is not None:
+            shutil.rmtree(self._temporary_folder)
 
     def _send(self, message: Any) -> None:
-        if not self._failure and self._process is not None and self._process.stdin is not None:
+        if not self._failure_text and self._process is not None and self._process.stdin is not None:
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
 
     async def _read_answers(self, stdout: Any) -> None:
@@ -150,18 +151,19 @@ class LocalEngine:
             elif error_type == "ValueError":
                 future.set_exception(ValueError(message))
             else:
-                self._failure = self._failure or f"failed: {error_text}{self.log_note}"
-                future.set_exception(EngineLost(f"{self.name} {self._failure}"))
+                self._failure_text = self._failure_text or f"failed: {error_text}{self.log_note}"
+                future.set_exception(EngineLost(f"{self.name} {self._failure_text}"))
         cause, _ = self.find_last_error()
-        self._failure = self._failure or "has exited" + (f": {cause}" if cause else "") + self.log_note
+        exit_text = "has exited" + (f": {cause}" if cause else "") + self.log_note
+        self._failure_text = self._failure_text or exit_text
         for future in self._futures.values():
             if not future.done():
-                future.set_exception(EngineLost(f"{self.name} {self._failure}"))
+                future.set_exception(EngineLost(f"{self.name} {self._failure_text}"))
 
     def find_last_error(self) -> tuple[str, str]:
         """Return the last error in this engine's log and the end of the log. Errors in which vLLM wraps another error
         are skipped."""
-        lines = self.log.read_bytes()[self._log_start :].decode(errors="replace").splitlines()
+        lines = self.log_path.read_bytes()[self._log_offset :].decode(errors="replace").splitlines()
         causes = [
             match[0] for line in lines if (match := CAUSE_LINE.search(line)) and not VLLM_WRAPPER.search(line)
         ]

@@ -75,13 +75,13 @@ def start_watcher(lifeline_pipe: int) -> int:
     inodes, pipes, is_ending = set[str](), [lifeline_pipe, segment_reader], False
     while not is_ending:
         is_ending = os.getppid() != engine_pid
-        readable = select.select(pipes, [], [], 0 if is_ending else TICK_SECONDS)[0]
-        if segment_reader in readable:
+        readable_pipes = select.select(pipes, [], [], 0 if is_ending else TICK_SECONDS)[0]
+        if segment_reader in readable_pipes:
             inodes.update(os.read(segment_reader, MAX_MESSAGE_BYTES).decode().split())
             pipes = [lifeline_pipe]
         elif segment_reader in pipes:
             inodes |= find_segment_inodes(engine_pid)
-        is_ending = is_ending or lifeline_pipe in readable
+        is_ending = is_ending or lifeline_pipe in readable_pipes
     inodes |= find_segment_inodes(engine_pid)
     for _ in range(MAX_CLEANUP_TICKS):
         for process_folder in (live_process_folders := find_process_folders(engine_pid)):

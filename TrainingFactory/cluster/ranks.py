@@ -96,7 +96,7 @@ class ShardedPolicy:
         self.local_policy: Any = None  # the policy of this process, set by the owner
         self.rank_infos: dict[int, dict[str, Any]] = {}
         self._steps_done = self._steps_saved = 0  # trained steps, and those in the last checkpoint
-        self._start_thread, self._loop = OneThread("ranks"), asyncio.get_running_loop()
+        self._broadcast_thread, self._loop = OneThread("ranks"), asyncio.get_running_loop()
         self._failure: asyncio.Future[OSError] = self._loop.create_future()
         self._running_call: asyncio.Future[Any] | None = None
         self._reset_answers()
@@ -139,10 +139,10 @@ class ShardedPolicy:
         self._group.has_ended, last_message = True, "failed"
         if not self._failure.done() and all(answer.done() for answer in self._answers.values()):
             with suppress(RuntimeError):
-                await self._start_thread.call(self._group.broadcast, "end", report)
+                await self._broadcast_thread.call(self._group.broadcast, "end", report)
                 last_message = ""
         await in_thread(self._disconnect, last_message)
-        self._start_thread.close()
+        self._broadcast_thread.close()
         if self.local_policy is not None:
             await self.local_policy.close()
 
@@ -155,7 +155,7 @@ class ShardedPolicy:
 
     async def _run_call(self, method: str, args: Sequence[Any], run_local: Callable[[], Awaitable[T]]) -> T:
         try:
-            await self._start_thread.call(self._group.broadcast, method, *args)
+            await self._broadcast_thread.call(self._group.broadcast, method, *args)
             result = await run_local()
         except RuntimeError:  # usually because another rank is lost, which is reported in a moment
             await asyncio.sleep(GRACE_SECONDS)
@@ -163,8 +163,8 @@ class ShardedPolicy:
         except (ValueError, OSError):  # other ranks raise the same before they receive the next call
             await asyncio.wait(self._answers.values(), timeout=GRACE_SECONDS)
             raise
-        for rank, failure_future in self._answers.items():
-            if await failure_future:
+        for rank, answer_future in self._answers.items():
+            if await answer_future:
                 self._report_lost_rank(rank, "has failed")
         return result
 
@@ -183,9 +183,8 @@ class ShardedPolicy:
 
     def _on_answer(self, rank: int, failure: str) -> None:
         self._answers[rank].set_result(failure)
-        if (
-            failure and (call := self._running_call) is not None
-        ):  # ranks that do not fail too may wait for it for ever
+        # Ranks that do not fail too may wait for it for ever.
+        if failure and (call := self._running_call) is not None:
             self._loop.call_later(
                 GRACE_SECONDS, lambda: call.done() or self._report_lost_rank(rank, "has failed")
             )
@@ -196,8 +195,8 @@ class ShardedPolicy:
         rank_info, answer = self.rank_infos.get(rank, {"pid": "?", "host": "?"}), self._answers[rank]
         reason = f": {answer.result()}" if answer.done() and answer.result() else ""
         learner_name = f"learner {rank} (process {rank_info['pid']} on {rank_info['host']}{self._log_note})"
-        num_unsaved = self._steps_done - self._steps_saved
-        steps_note = f"steps since the last checkpoint, to be repeated after a resume: {num_unsaved}"
+        num_unsaved_steps = self._steps_done - self._steps_saved
+        steps_note = f"steps since the last checkpoint, to be repeated after a resume: {num_unsaved_steps}"
         self._failure.set_result(OSError(f"{learner_name} {failure}{reason}; {steps_note}"))
         self._on_lost(self._failure.result())
 
@@ -212,23 +211,22 @@ class ShardedPolicy:
         self._group.close()
 
 
-async def serve(group: RankGroup, call: Callable[..., Awaitable[Any]], facts: Mapping[str, Any]) -> Any:
-    """Introduce this process to rank 0, run `call(method, *args)` for each of its broadcasts until rank 0 ends, and
+async def serve(group: RankGroup, run_call: Callable[..., Awaitable[Any]], facts: Mapping[str, Any]) -> Any:
+    """Introduce this process to rank 0, run `run_call(method, *args)` for each of its broadcasts until rank 0 ends, and
     return rank 0's report. If rank 0 is lost, this process exits immediately, even during a call."""
-    thread, process_info = OneThread("calls"), {"pid": os.getpid(), "host": platform.node(), "facts": facts}
+    call_thread = OneThread("calls")
+    process_info = {"pid": os.getpid(), "host": platform.node(), "facts": facts}
     watch_thread = _start_thread(_exit_with_rank_0, group)
     if threading.current_thread() is threading.main_thread():
-        for signal_number in (
-            signal.SIGINT,
-            signal.SIGTERM,
-        ):  # rank 0 gets them too, and needs this rank for its checkpoint
+        # Rank 0 gets the signals too, and needs this rank for its checkpoint.
+        for signal_number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(signal_number, lambda: None)
     with suppress(RuntimeError):  # rank 0 is lost
-        await thread.call(group.send, process_info)
-        while (message := await thread.call(group.broadcast))[0] != "end":
+        await call_thread.call(group.send, process_info)
+        while (message := await call_thread.call(group.broadcast))[0] != "end":
             failure, is_fatal = "", False
             try:
-                await call(*message)
+                await run_call(*message)
             except BaseException as error:
                 failure = f"{type(error).__name__}: {error}"
                 is_fatal = not isinstance(error, ValueError | OSError)  # those are raised on rank 0 too
@@ -236,11 +234,11 @@ async def serve(group: RankGroup, call: Callable[..., Awaitable[Any]], facts: Ma
                     log.error(failure, exc_info=True)
             if is_fatal:  # if the cause is another lost rank, rank 0 must learn of that one first
                 await asyncio.sleep(1)
-            await thread.call(group.send, failure)
+            await call_thread.call(group.send, failure)
             if is_fatal:  # exit, so that no rank waits for this one
                 os._exit(1)
         watch_thread.join(CLOSE_SECONDS)
-        await thread.call(group.send, "")
+        await call_thread.call(group.send, "")
         return message[1]
     os._exit(1)
 

@@ -26,7 +26,7 @@ MAX_CONCURRENCY = 10_000  # concurrent calls of one actor
 CLOSE_SECONDS = 20.0
 Files = Mapping[str, Any]  # name -> content as an array of bytes
 Answer = tuple[int, Completion | Exception]
-Turn = tuple[Any, ...] | None  # arguments of `Engine.sample`; None cancels it
+TurnArguments = tuple[Any, ...] | None  # arguments of `Engine.sample`; None cancels it
 
 
 class RayEngineLauncher:
@@ -45,7 +45,7 @@ class RayEngineLauncher:
         self._timeout = timeout
         self._folder = None if folder is None else folder.resolve()
         self._group_lock, self._pack_lock = asyncio.Lock(), asyncio.Lock()
-        self._group: Any = None
+        self._placement_group: Any = None
         self._stored_weights: tuple[Weights, Any] | None = None  # the last weights put into the object store
         self._engines: list[RayEngine] = []
 
@@ -55,21 +55,22 @@ class RayEngineLauncher:
             await session.open()
             ray = require_ray()
             self._gpus = session.pick_gpus(self._gpus, spec.kind == "vllm")
-            if self._group is None:
+            if self._placement_group is None:
                 option = "compute.samplers" if self._role == "sampler" else f"reward.{self._role}.replicas"
                 bundles = [{"CPU": self._cpus, "GPU": self._gpus}] * self._num_engines
                 role = f"{option}={self._num_engines}"
-                self._group = await session.allocate_group(bundles, role, self._timeout)
+                self._placement_group = await session.allocate_group(bundles, role, self._timeout)
         name = f"{self._role} {number}"
         resources = {"num_cpus": self._cpus, "num_gpus": self._gpus, "max_concurrency": MAX_CONCURRENCY}
-        actor = ray.remote(EngineActor).options(**session.options(name, self._group, number, **resources))
+        options = session.options(name, self._placement_group, number, **resources)
+        actor = ray.remote(EngineActor).options(**options)
         engine = RayEngine(ray, actor.remote(), name, self.pack_weights)
         self._engines.append(engine)
         pattern = "*" if spec.options.get("enable_lora") else "*.json"  # adapters need the base weights too
-        config = await in_thread(_read_files, Path(spec.model), pattern) if spec.pushed else {}
+        model_files = await in_thread(_read_files, Path(spec.model), pattern) if spec.pushed else {}
         try:
             async with asyncio.timeout(self._timeout):
-                await engine.open(spec, number, config, self._timeout, self._folder, self._role)
+                await engine.open(spec, number, model_files, self._timeout, self._folder, self._role)
         except BaseException as error:
             await engine.close()
             if not isinstance(error, EngineLost | ValueError | TimeoutError):
@@ -90,9 +91,9 @@ class RayEngineLauncher:
 
     async def close(self) -> None:
         await asyncio.gather(*(engine.close() for engine in self._engines))
-        if self._group is not None:
-            self._session.remove_group(self._group)
-        self._group = None
+        if self._placement_group is not None:
+            self._session.remove_group(self._placement_group)
+        self._placement_group = None
         await self._session.close()
 
 
@@ -104,17 +105,17 @@ class RayEngine:
         self._ray, self._pack_weights = ray, pack_weights
         self._actor: Any = actor
         self._is_local = True  # on this machine, which has the weights' folders
-        self._tickets, self._queued_turns = itertools.count(), list[tuple[int, Turn]]()
+        self._ticket_numbers, self._queued_turns = itertools.count(), list[tuple[int, TurnArguments]]()
         self._futures: dict[int, asyncio.Future[Completion]] = {}
         self._reader: asyncio.Task[None] | None = None
         self._failure: EngineLost | None = None
 
     async def open(
-        self, spec: EngineSpec, number: int, config: Files, timeout: float, folder: Path | None, role: str
+        self, spec: EngineSpec, number: int, files: Files, timeout: float, folder: Path | None, role: str
     ) -> None:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-        start_ref = self._actor.start.remote(spec, number, config, timeout, folder, role)
+        start_ref = self._actor.start.remote(spec, number, files, timeout, folder, role)
         self.engine_info = await self._await_ref(start_ref)
         if self.engine_info["log"]:
             self._log_note = f" (log on {self.engine_info['node']}: {self.engine_info['log']})"
@@ -134,7 +135,7 @@ class RayEngine:
         if self._failure is not None:
             raise self._failure
         self._reader = self._reader or asyncio.create_task(self._read_answers())
-        ticket = next(self._tickets)
+        ticket = next(self._ticket_numbers)
         self._futures[ticket] = future = asyncio.get_running_loop().create_future()
         self._queue_turn(ticket, args)
         try:
@@ -145,7 +146,7 @@ class RayEngine:
         finally:
             del self._futures[ticket]
 
-    def _queue_turn(self, ticket: int, args: Turn) -> None:
+    def _queue_turn(self, ticket: int, args: TurnArguments) -> None:
         if not self._queued_turns:
             asyncio.get_running_loop().call_soon(self._send_turns)
         self._queued_turns.append((ticket, args))
@@ -178,17 +179,17 @@ class RayEngine:
                 future.set_exception(self._failure)
 
     async def _await_ref(self, ref: Any) -> Any:
-        errors = self._ray.exceptions
+        ray_errors = self._ray.exceptions
         try:
             return await ref
         except asyncio.CancelledError:
             self._ray.cancel(ref)
             raise
-        except errors.RayTaskError as error:
+        except ray_errors.RayTaskError as error:
             if isinstance(error.cause, ValueError):
                 raise ValueError(str(error.cause)) from None
             raise EngineLost(f"{self.name} failed: {error.cause!r}{self._log_note}") from None
-        except errors.RayError as error:
+        except ray_errors.RayError as error:
             raise EngineLost(f"{self.name} has exited: {type(error).__name__}{self._log_note}") from None
 
     async def close(self) -> None:
@@ -216,12 +217,12 @@ class EngineActor:
         self._answers, self._has_answers = list[Answer](), asyncio.Event()
 
     async def start(
-        self, spec: EngineSpec, number: int, config: Files, timeout: float, folder: Path | None, role: str
+        self, spec: EngineSpec, number: int, files: Files, timeout: float, folder: Path | None, role: str
     ) -> dict[str, Any]:
         """Start the engine and return its description. If `folder` does not exist on this machine, log to a temporary
         folder."""
-        if config and not os.path.isdir(spec.model):
-            self._model_folder = _write_files(config, None)
+        if files and not os.path.isdir(spec.model):
+            self._model_folder = _write_files(files, None)
             spec = dataclasses.replace(spec, model=self._model_folder.name)
         if folder is not None and not folder.is_dir():
             folder = Path(tempfile.mkdtemp(prefix="tfactory-engines-"))
@@ -244,15 +245,15 @@ class EngineActor:
     async def call(self, method: str, args: tuple[Any, ...]) -> Any:
         return await self._call(method, *args)
 
-    async def post_turns(self, turns: list[tuple[int, Turn]]) -> None:
+    async def post_turns(self, turns: list[tuple[int, TurnArguments]]) -> None:
         """Start the sampling of turns, given as (ticket, args); args=None cancels the turn of that ticket."""
         for ticket, args in turns:
             if args is not None:
-                self._turns[ticket] = asyncio.create_task(self._sample_turn_result(ticket, args))
+                self._turns[ticket] = asyncio.create_task(self._run_turn(ticket, args))
             elif ticket in self._turns:
                 self._turns[ticket].cancel()
 
-    async def _sample_turn_result(self, ticket: int, args: tuple[Any, ...]) -> None:
+    async def _run_turn(self, ticket: int, args: tuple[Any, ...]) -> None:
         result: Completion | Exception
         try:
             result = await self._call("sample", *args)

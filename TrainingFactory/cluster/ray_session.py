@@ -98,14 +98,14 @@ class RaySession:
                 require_ray().shutdown()
                 self._ray_folders.pop().cleanup()
 
-    def pick_gpus(self, requested: float | None, uses_gpu: bool = True) -> float:
-        """Return the number of GPUs per process: `requested`; if it is None, 1 with `uses_gpu` on a cluster with
+    def pick_gpus(self, requested_gpus: float | None, uses_gpu: bool = True) -> float:
+        """Return the number of GPUs per process: `requested_gpus`; if it is None, 1 with `uses_gpu` on a cluster with
         GPUs, else 0."""
-        if requested is not None:
-            return requested
+        if requested_gpus is not None:
+            return requested_gpus
         return float(uses_gpu and "GPU" in require_ray().cluster_resources())
 
-    async def check(self, bundles: Sequence[Resources], role: str) -> None:
+    async def check_capacity(self, bundles: Sequence[Resources], role: str) -> None:
         """Raise ValueError if the cluster could not hold the bundles even when idle."""
         nodes = [node["Resources"] for node in await in_thread(require_ray().nodes) if node["Alive"]]
         total_resources, requested_resources = _sum_resources(nodes), _sum_resources(bundles)
@@ -124,7 +124,7 @@ class RaySession:
     async def allocate_group(self, bundles: Sequence[Resources], role: str, timeout: float) -> Any:
         """Allocate a placement group with these resource bundles, such as {"CPU": 1, "GPU": 1}. Raise ValueError at
         once if the cluster could never hold them, or after `timeout` seconds if they are not free."""
-        await self.check(bundles, role)
+        await self.check_capacity(bundles, role)
         ray = require_ray()
         # Ray rejects an empty bundle; one byte of memory is free on every machine.
         nonempty_bundles = [
@@ -204,11 +204,11 @@ def _join_cluster(ray: Any, address: str, options: dict[str, Any]) -> None:
 
 def _check_versions(ray: Any) -> None:
     """Raise ValueError if a machine has other versions than this one, or does not report them."""
-    on_node = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+    pin_to = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
     query = ray.remote(num_cpus=0, max_retries=0)(read_versions)
     local_versions, differences = read_versions(), list[str]()
     nodes = [node for node in ray.nodes() if node["Alive"]]
-    refs = [query.options(scheduling_strategy=on_node(node["NodeID"], soft=False)).remote() for node in nodes]
+    refs = [query.options(scheduling_strategy=pin_to(node["NodeID"], soft=False)).remote() for node in nodes]
     for node, ref in zip(nodes, refs, strict=True):
         try:
             remote_versions = ray.get(ref, timeout=VERSIONS_SECONDS)

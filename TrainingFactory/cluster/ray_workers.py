@@ -35,7 +35,7 @@ class RayWorker:
 
     async def ask(self, message: Any, timeout: float | None = None) -> Any:
         """Return the function's result. Raise WorkerError if the function fails. If the actor dies or exceeds
-        `seconds`, drop it and raise WorkerDied or WorkerTooSlow. If `seconds` is None, a cancelled call keeps the
+        `timeout`, drop it and raise WorkerDied or WorkerTooSlow. If `timeout` is None, a cancelled call keeps the
         actor, because other calls use it."""
         actor = await self.ensure_actor()
         try:

@@ -42,7 +42,7 @@ class ConfigLoader(*BASE_LOADERS):  # pyright: ignore[reportGeneralTypeIssues]
         self._anchor_sizes: dict[str, int] = {}  # number of values under each anchor
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        event, parent_values = self.peek_event(), self._num_values
+        event, num_values_before = self.peek_event(), self._num_values
         is_alias = isinstance(event, yaml.AliasEvent)
         # An alias to the node that contains it: the node's size is not known yet.
         alias_size = self._anchor_sizes.get(event.anchor, MAX_VALUES if event.anchor in self.anchors else 0)
@@ -54,7 +54,7 @@ class ConfigLoader(*BASE_LOADERS):  # pyright: ignore[reportGeneralTypeIssues]
         node = super().compose_node(parent, index)
         self._depth -= 1
         if event.anchor and not is_alias:
-            self._anchor_sizes[event.anchor] = self._num_values - parent_values
+            self._anchor_sizes[event.anchor] = self._num_values - num_values_before
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
@@ -63,8 +63,8 @@ class ConfigLoader(*BASE_LOADERS):  # pyright: ignore[reportGeneralTypeIssues]
                 raise ValueError
             return super().construct_object(node, deep)
         except (ValueError, KeyError, IndexError, OverflowError):  # `!!bool abc`, `!!int ""`, `1:59:59...`
-            name = node.tag.removeprefix(TAGS).replace("int", f"an integer of at most {MAX_DIGITS} digits")
-            problem = f"cannot parse a value as {name}"
+            kind = node.tag.removeprefix(TAGS).replace("int", f"an integer of at most {MAX_DIGITS} digits")
+            problem = f"cannot parse a value as {kind}"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
 
 

@@ -485,7 +485,7 @@ class TrainingConfig(Section):
 ALGORITHMS: tuple[str, ...] = get_args(TrainingSection.model_fields["algorithm"].annotation)
 
 
-def sections() -> dict[str, type[Section]]:
+def get_sections() -> dict[str, type[Section]]:
     """Return the section classes by name, without `tools`, which is a list."""
     fields = [(name, field.annotation) for name, field in TrainingConfig.model_fields.items()]
     return {name: kind for name, kind in fields if isinstance(kind, type) and issubclass(kind, Section)}

@@ -87,7 +87,7 @@ class Comparison:
     first: ComparedModel
     second: ComparedModel
     difference: statistics.Estimate
-    p: float  # of McNemar's exact test
+    p_value: float  # of McNemar's exact test
     num_tasks: int
     wins: list[Flip]
     losses: list[Flip]
@@ -102,7 +102,7 @@ class Comparison:
             "difference": self.difference.value,
             "difference_low": self.difference.low,
             "difference_high": self.difference.high,
-            "p": self.p,
+            "p": self.p_value,
             "better": [flip.task_id for flip in self.wins],
             "worse": [flip.task_id for flip in self.losses],
             "notes": self.notes,
@@ -135,7 +135,7 @@ def sides(
         name = next(iter(records_by_name))
         raise ValueError(f"cannot compare the single evaluation {name} on a suite. Name its model instead")
     sides = [ComparedModel(name) for name in names]
-    reference = None
+    reference_request = None
     model_names = [name for name in names if name not in records_by_name]
     if suite is not None:
         check_overrides(overrides)
@@ -147,18 +147,18 @@ def sides(
                 side.add_evaluation(evaluation, must_rerun)
         return sides, [entry.weight for entry in loaded_suite.entries]
     if model_names:
-        trained_by_name = {
-            name: trained_by for name in model_names if (trained_by := find_model(name, runs).run) is not None
-        }
-        sampling_names = [name for name, run in trained_by_name.items() if _is_sampling(run.config)]
-        reference = ask([*sampling_names, *trained_by_name, *model_names][0], overrides, env, notify, runs)
+        runs_by_name = {name: run for name in model_names if (run := find_model(name, runs).run) is not None}
+        sampling_names = [name for name, run in runs_by_name.items() if _is_sampling(run.config)]
+        reference_request = ask(
+            [*sampling_names, *runs_by_name, *model_names][0], overrides, env, notify, runs
+        )
     for side in sides:
         if side.name in records_by_name:
             side.stored_records.append(records_by_name[side.name])
             side.evaluations.append(None)
         else:
-            assert reference is not None
-            request = make_model_request(side.name, overrides, runs).with_conditions(reference.config)
+            assert reference_request is not None
+            request = make_model_request(side.name, overrides, runs).with_conditions(reference_request.config)
             side.add_evaluation(RecordedEvaluation(request, notify=notify), must_rerun)
     return sides, [1.0]
 
@@ -181,7 +181,7 @@ def compare(first: ComparedModel, second: ComparedModel, weights: Sequence[float
                 "Evaluate both with the same --env and --tasks"
             )
         notes += _compare_conditions(record, other_record, len(pairs))
-        changes = [success_rate(after) - success_rate(before) for before, after in pairs]
+        changes = [success_rate(b) - success_rate(a) for a, b in pairs]
         strata.append((weight, changes))
         num_tasks += len(pairs)
         flips += [_make_flip(index, *pair) for pair, change in zip(pairs, changes, strict=True) if change]
@@ -191,8 +191,9 @@ def compare(first: ComparedModel, second: ComparedModel, weights: Sequence[float
         notes.append(
             f"only {len(flips)} of {num_tasks} tasks flipped, too few for significance; use more tasks"
         )
-    p = statistics.compute_p_value(len(wins), len(losses))
-    return Comparison(first, second, statistics.bootstrap_mean(strata), p, num_tasks, wins, losses, notes)
+    p_value = statistics.compute_p_value(len(wins), len(losses))
+    difference = statistics.bootstrap_mean(strata)
+    return Comparison(first, second, difference, p_value, num_tasks, wins, losses, notes)
 
 
 def _get_record(name: str, runs: str | Path, notify: Notify) -> StoredRecord | None:
@@ -240,7 +241,7 @@ def pair_up(record: EvaluationRecord, other: EvaluationRecord) -> list[tuple[Tas
     return [(a, b) for a in outcomes if (b := other_outcomes.get((a.task, a.digest))) is not None]
 
 
-def _compare_conditions(record: EvaluationRecord, other: EvaluationRecord, num_paired: int) -> list[str]:
+def _compare_conditions(record: EvaluationRecord, other: EvaluationRecord, num_pairs: int) -> list[str]:
     """Return one note for each difference between two records other than their models."""
     notes = []
     if differences := record.conditions.list_differences(other.conditions):
@@ -249,7 +250,7 @@ def _compare_conditions(record: EvaluationRecord, other: EvaluationRecord, num_p
             texts = [text for text in texts if not text.startswith("rest ")]
             texts.append("environment, tools or reward differ")
         notes += [f"the conditions of {record.id} and {other.id} differ: {', '.join(texts)}"] if texts else []
-    if num_skipped := max(len(record.outcomes), len(other.outcomes)) - num_paired:
+    if num_skipped := max(len(record.outcomes), len(other.outcomes)) - num_pairs:
         notes.append(f"skipped {pluralize(num_skipped, 'task')} for which only one model has a score")
     return notes
 

@@ -60,7 +60,7 @@ class Gate(Section):
     """Limits for further metrics."""
 
     @property
-    def level(self) -> float:
+    def min_difference(self) -> float:
         """Return the value that the mean difference in success must exceed."""
         return 0.0 - (self.not_worse or 0.0)
 
@@ -80,13 +80,15 @@ class Gate(Section):
             guard for guard in self.guards if not is_first or (guard.at_least, guard.at_most) != (None, None)
         ]
 
-    def describe(self, main: str, is_first: bool) -> list[str]:
-        """Return the conditions of the gate as text; `main` is the entry that decides."""
-        guards = [f"{g.metric} on {g.entry or main}: {g.format_limits()}" for g in self.pick_guards(is_first)]
+    def describe(self, main_entry: str, is_first: bool) -> list[str]:
+        """Return the conditions of the gate as text; `main_entry` is the entry that decides."""
+        guards = [
+            f"{g.metric} on {g.entry or main_entry}: {g.format_limits()}" for g in self.pick_guards(is_first)
+        ]
         if is_first:
             return guards or ["no condition for the first champion: no guard has at_least or at_most"]
         criterion = f"not worse by {self.not_worse:g}" if self.not_worse else "better"
-        return [f"success on {main}: {criterion}, with alpha {self.alpha:g} (sequential test)", *guards]
+        return [f"success on {main_entry}: {criterion}, with alpha {self.alpha:g} (sequential test)", *guards]
 
 
 @dataclass(slots=True, frozen=True)

@@ -50,15 +50,15 @@ def make_conditions(
     """Return the conditions that two evaluations must share to be comparable. Files are identified by their contents,
     and Python objects that the config does not name by `extra_inputs`."""
     hashed_config = map_files(config, _identify_file)
-    environment = config.environment.environment_id
-    if environment is not None and is_file_name(environment):
-        environment = Path(environment).name
+    environment_name = config.environment.environment_id
+    if environment_name is not None and is_file_name(environment_name):
+        environment_name = Path(environment_name).name
     reward = hashed_config.reward.model_dump(exclude={"max_unscored", "max_equal_steps"})
     tools = [entry.model_dump() for entry in hashed_config.tools]
-    section = hashed_config.environment
-    settings = section.model_dump(include=ENVIRONMENT_OPTIONS, exclude_defaults=True)
+    environment = hashed_config.environment
+    settings = environment.model_dump(include=ENVIRONMENT_OPTIONS, exclude_defaults=True)
     return Conditions(
-        environment=environment,
+        environment=environment_name,
         tasks=digest_tasks(tasks),
         count=len(tasks),
         seed=config.training.seed,
@@ -66,7 +66,7 @@ def make_conditions(
         sampling=config.sampling.model_dump(exclude=SPEED_OPTIONS)
         | {"max_turns": config.environment.max_turns},
         rest=digest_json(
-            [section.system_prompt, reward, section.environment_id, tools, *extra_inputs]
+            [environment.system_prompt, reward, environment.environment_id, tools, *extra_inputs]
             + ([settings] if settings else [])  # without options, the digest is that of earlier versions
         ),
     )

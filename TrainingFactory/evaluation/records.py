@@ -163,7 +163,7 @@ def compute_success_metrics(successes: Sequence[Sequence[bool]], episodes_per_ta
         return {}
     rate = statistics.estimate_success(successes)
     metrics = {"success": rate.value, "success_low": rate.low, "success_high": rate.high}
-    for k in statistics.choose_ks(episodes_per_task) if episodes_per_task > 1 else ():
+    for k in statistics.choose_k_values(episodes_per_task) if episodes_per_task > 1 else ():
         for metric_name, value in (
             (f"pass@{k}", statistics.estimate_pass_at(k, successes)),
             (f"pass^{k}", statistics.estimate_pass_all(k, successes)),
@@ -208,8 +208,8 @@ def append_record(path: Path, record: EvaluationRecord) -> None:
     with name_file_on_error(path), path.open("a+b") as file:
         if fcntl is not None:
             fcntl.flock(file, fcntl.LOCK_EX)
-        if num_bytes := file.seek(0, os.SEEK_END):
-            file.seek(num_bytes - 1)
+        if file_size := file.seek(0, os.SEEK_END):
+            file.seek(file_size - 1)
             if file.read(1) != b"\n":
                 line = b"\n" + line
         file.write(line)

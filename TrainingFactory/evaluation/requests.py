@@ -125,11 +125,12 @@ def make_model_request(
     model: str, overrides: Sequence[str] = (), runs: str | Path = "runs", registry: str | Path | None = None
 ) -> EvaluationRequest:
     """Return a request with only the model's own options; a suite or another request adds the conditions."""
-    resolved = find_model(model, runs, registry)
-    model_defaults = evaluations.make_overrides({"model": evaluations.make_sections(resolved)["model"]})
+    resolved_model = find_model(model, runs, registry)
+    model_section = evaluations.make_sections(resolved_model)["model"]
+    model_defaults = evaluations.make_overrides({"model": model_section})
     overrides = [option for option in overrides if _get_option_key(option).startswith(MODEL_KEYS)]
     config = load_config(None, [*model_defaults, *overrides])
-    return _make_request(resolved, config, get_registry_path(runs, registry))
+    return _make_request(resolved_model, config, get_registry_path(runs, registry))
 
 
 def ask(

@@ -93,9 +93,8 @@ class Rollouts:
         self._interrupts = Interrupts(lambda _: None)
         self._ended_episodes: list[Trajectory] = []
         self._reward: RewardFunction | None = None
-        self._endpoint: EndpointSampler | None = (
-            None  # not a local sampler, which would keep its model in memory
-        )
+        # Not set to a local sampler, which would keep its model in memory.
+        self._endpoint_sampler: EndpointSampler | None = None
 
     def run(self, on_episode: Callable[[Trajectory], None] = lambda _: None) -> RolloutReport:
         """Sample all episodes; after Ctrl-C, save and report the finished ones."""
@@ -115,16 +114,16 @@ class Rollouts:
             was_interrupted = True
         except EndpointStopped as error:
             note = f", saved to {self.path}" if self._ended_episodes else ""
-            progress = f"{len(self._ended_episodes)} of {pluralize(self.num_episodes, 'episode')}{note}"
-            raise EndpointStopped(f"{error}. Finished: {progress}") from error
+            progress_text = f"{len(self._ended_episodes)} of {pluralize(self.num_episodes, 'episode')}{note}"
+            raise EndpointStopped(f"{error}. Finished: {progress_text}") from error
         finally:
             seconds = time.perf_counter() - start_time
             await in_thread(self._save_episodes)
             _release_gpu()
         metrics = rollout_metrics(self._ended_episodes) | self.tools.metrics() | judge_metrics(self._reward)
         metrics |= sum_endpoint_metrics(self._ended_episodes)
-        if self._endpoint is not None:
-            metrics |= self._endpoint.metrics
+        if self._endpoint_sampler is not None:
+            metrics |= self._endpoint_sampler.metrics
         metrics |= {"seconds": seconds, "tokens_per_second": metrics["sampled_tokens"] / seconds}
         return RolloutReport(self._ended_episodes, metrics, was_interrupted)
 
@@ -141,7 +140,7 @@ class Rollouts:
         environment = await self.tools.equip(self.environment)
         chat, sampler = await in_thread(self.open_sampler)
         if isinstance(sampler, EndpointSampler):
-            self._endpoint = sampler
+            self._endpoint_sampler = sampler
         stack.push_async_callback(sampler.close)
         await await_engines(sampler)
         self._reward = make_reward(config)
@@ -155,9 +154,9 @@ class Rollouts:
         self._start_recording()
         await check_tools(environment, self.tasks[0], chat, reward)
         start_time = time.perf_counter()
-        recorded_as = "eval" if config.data.split == "heldout" else None
+        recording_key = "eval" if config.data.split == "heldout" else None
         for tasks in self.rounds:
-            await engine.rollout_batch(tasks, sampler, self.group_size, recorded_as=recorded_as)
+            await engine.rollout_batch(tasks, sampler, self.group_size, recording_key=recording_key)
             if self.should_stop(self._ended_episodes):
                 break
         return start_time

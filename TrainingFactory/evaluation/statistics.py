@@ -67,7 +67,7 @@ def _average(values: Sequence[float]) -> float | None:
     return fmean(values) if values else None
 
 
-def choose_ks(max_k: int) -> list[int]:
+def choose_k_values(max_k: int) -> list[int]:
     """Return the values of k to report for `max_k` episodes per task: powers of two and `max_k` itself."""
     return sorted({max_k, *(2**exponent for exponent in range(max_k.bit_length()) if 2**exponent <= max_k)})
 
@@ -79,8 +79,8 @@ def bootstrap_mean(strata: Sequence[tuple[float, Sequence[float]]], seed: int = 
     rng, total_weight = np.random.default_rng(seed), sum(weight for weight, _ in strata)
     weighted_mean, sampled_means = 0.0, np.zeros(NUM_RESAMPLES)
     for weight, values in strata:
-        counts = Counter(values)
-        distinct_values, frequencies = np.array(list(counts)), np.array(list(counts.values()))
+        value_counts = Counter(values)
+        distinct_values, frequencies = np.array(list(value_counts)), np.array(list(value_counts.values()))
         # Drawing n values with replacement equals drawing how often each distinct value occurs: far fewer numbers.
         draws = rng.multinomial(len(values), frequencies / len(values), size=NUM_RESAMPLES)
         weighted_mean += weight / total_weight * fmean(values)

@@ -20,7 +20,7 @@ from TrainingFactory.registry.card import render_card
 from TrainingFactory.registry.catalogue import Catalogue, get_registry_path
 from TrainingFactory.registry.lineage import LineageNode, make_run_node
 from TrainingFactory.registry.rows import Version
-from TrainingFactory.registry.to_mlflow import to_mlflow
+from TrainingFactory.registry.to_mlflow import upload_to_mlflow
 from TrainingFactory.resolve.model_names import ResolvedModel, find_model, with_original_model
 from TrainingFactory.runs.folder import RunFolder
 
@@ -39,23 +39,23 @@ class ModelRegistry(Catalogue):
     ) -> Version:
         """Store a model as the next version of `name`, with its lineage and evaluations. `model` is a run (its last
         checkpoint), a checkpoint such as `sft@step-40`, a folder, or a registered version."""
-        resolved = find_model(str(model), self.runs, self.path)
-        if resolved.folder is None:
+        source = find_model(str(model), self.runs, self.path)
+        if source.folder is None:
             raise ValueError(
                 f"cannot register {model}: its files are not on this machine. Name a run, a checkpoint, or a folder "
                 "with safetensors"
             )
         base = base_folder = None
-        if resolved.adapter is not None:
-            path = Path(resolved.name).expanduser()
+        if source.adapter is not None:
+            path = Path(source.name).expanduser()
             base_folder = path if path.is_dir() else None
-            revision = None if resolved.run is None else with_original_model(resolved.run).model.revision
-            base = {"name": str(path.resolve()) if path.exists() else resolved.name, "revision": revision}
-            if resolved.version is not None and resolved.version.base is not None:
-                base = resolved.version.base
-        lineage = _build_lineage(resolved)
-        evaluations = _read_evaluations(resolved, lineage)
-        return self.add(name, resolved.folder, lineage, base, base_folder, description, tags, evaluations)
+            revision = None if source.run is None else with_original_model(source.run).model.revision
+            base = {"name": str(path.resolve()) if path.exists() else source.name, "revision": revision}
+            if source.version is not None and source.version.base is not None:
+                base = source.version.base
+        lineage = _build_lineage(source)
+        evaluations = _read_evaluations(source, lineage)
+        return self.add(name, source.folder, lineage, base, base_folder, description, tags, evaluations)
 
     def promote(self, name: str, alias: str, suite: str, first: bool = False) -> Decision:
         """Point an alias to a version if it passes the suite's gate against the alias's present version."""
@@ -78,7 +78,7 @@ class ModelRegistry(Catalogue):
         version = self.get(name)
         with TemporaryDirectory(prefix="tfactory-") as folder:
             self.export(name, Path(folder) / "model", merge)
-            return to_mlflow(version, Path(folder) / "model", uri, self.evaluations(name))
+            return upload_to_mlflow(version, Path(folder) / "model", uri, self.evaluations(name))
 
     def _get_verified_version(self, name: str) -> Version:
         """Return a version; raise ValueError if its files are damaged."""

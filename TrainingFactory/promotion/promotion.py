@@ -40,7 +40,7 @@ class SequentialTest:
 
     task_order: list[str]
     champion_rates: list[float]
-    level: float
+    min_difference: float
     alpha: float
 
     @classmethod
@@ -48,16 +48,17 @@ class SequentialTest:
         champion_scores = champion.scored_episodes
         task_order = list(champion_scores)
         random.Random(f"promotion {champion.conditions.seed}").shuffle(task_order)
-        return cls(task_order, [_mean(champion_scores[task]) for task in task_order], gate.level, gate.alpha)
+        champion_means = [_average(champion_scores[task]) for task in task_order]
+        return cls(task_order, champion_means, gate.min_difference, gate.alpha)
 
     def compute_differences(self, challenger_scores: Mapping[str, Sequence[bool]]) -> list[float]:
         """Return the challenger's success rates minus the champion's, in order. Unscored tasks count as failed, so that
         a challenger cannot gain by making hard tasks unscorable."""
         rates = zip(self.task_order, self.champion_rates, strict=True)
-        return [_mean(challenger_scores[task]) - rate for task, rate in rates if task in challenger_scores]
+        return [_average(challenger_scores[task]) - rate for task, rate in rates if task in challenger_scores]
 
     def is_proved(self, differences: Sequence[float]) -> bool:
-        return sequential.find_rejection(differences, self.level, self.alpha) is not None
+        return sequential.find_rejection(differences, self.min_difference, self.alpha) is not None
 
     def can_be_proved(self, differences: Sequence[float]) -> bool:
         """Return whether the test would pass if the challenger solved all remaining tasks."""
@@ -150,12 +151,11 @@ class Promotion:
             name: outcome.scored_episodes for name, outcome in _get_outcomes_by_task(challenger, 0).items()
         }
         differences = sequential_test.compute_differences(challenger_scores)
-        num_tasks, lower_bound = len(differences), sequential.lower_bound(differences, sequential_test.alpha)
-        progress = f"{num_tasks} of {len(sequential_test.task_order)} tasks"
-        detail = (
-            f"difference {sum(differences) / num_tasks:+.3f} after {progress}, lower bound {lower_bound:+.3f}"
-        )
-        detail += f"; needed: above {sequential_test.level:+.3f}"
+        num_tasks = len(differences)
+        lower_bound = sequential.compute_lower_bound(differences, sequential_test.alpha)
+        progress_text = f"{num_tasks} of {len(sequential_test.task_order)} tasks"
+        detail = f"difference {sum(differences) / num_tasks:+.3f} after {progress_text}, lower bound {lower_bound:+.3f}"
+        detail += f"; needed: above {sequential_test.min_difference:+.3f}"
         return GateCheck(self.criteria[0], sequential_test.is_proved(differences), detail)
 
     def _check_guard(self, guard: Guard) -> GateCheck:
@@ -163,14 +163,14 @@ class Promotion:
         outcomes = [_get_outcomes_by_task(model, entry_index) for model in self.models]
         common_tasks = [task for task in outcomes[-1] if task in outcomes[0]]
         *champion_outcomes, challenger_outcomes = [
-            [by_task[task] for task in common_tasks] for by_task in outcomes
+            [task_outcomes[task] for task in common_tasks] for task_outcomes in outcomes
         ]
         return check_guard(
             guard, self.main_entry, challenger_outcomes, champion_outcomes[0] if champion_outcomes else None
         )
 
     def _run_entry(self, model: ComparedModel, entry_index: int, evaluate: Evaluator) -> None:
-        """Evaluator a model on the suite entry at `entry_index`, unless the evaluation is recorded."""
+        """Evaluate a model on the suite entry at `entry_index`, unless the evaluation is recorded."""
         evaluation = model.evaluations[entry_index]
         if model.stored_records[entry_index] is None and evaluation is not None:
             evaluate(model.name, evaluation)
@@ -221,5 +221,5 @@ def _get_outcomes_by_task(model: ComparedModel, entry_index: int) -> dict[str, T
     return {outcome.task: outcome for outcome in stored_record.record.outcomes}
 
 
-def _mean(successes: Sequence[bool]) -> float:
+def _average(successes: Sequence[bool]) -> float:
     return sum(successes) / len(successes) if successes else 0.0

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 BET_FRACTIONS = np.linspace(0.05, 0.95, 19)
 
 
-def log_capital(differences: ArrayLike, level: float = 0.0) -> NDArray[np.float64]:
+def compute_log_capital(differences: ArrayLike, level: float = 0.0) -> NDArray[np.float64]:
     """Return the logarithm of the capital after each task; the tasks are the last axis."""
     log_gains = (np.asarray(differences, dtype=float) - level) / (1 + level)
     log_capitals = np.cumsum(np.log1p(log_gains[..., None] * BET_FRACTIONS), axis=-2)
@@ -26,11 +26,11 @@ def log_capital(differences: ArrayLike, level: float = 0.0) -> NDArray[np.float6
 
 def find_rejection(differences: Sequence[float], level: float, alpha: float) -> int | None:
     """Return the number of tasks after which the test rejects "the mean is at most `level`"; None if it never does."""
-    rejections = np.flatnonzero(log_capital(differences, level) >= -math.log(alpha))
+    rejections = np.flatnonzero(compute_log_capital(differences, level) >= -math.log(alpha))
     return int(rejections[0]) + 1 if rejections.size else None
 
 
-def lower_bound(differences: Sequence[float], alpha: float) -> float:
+def compute_lower_bound(differences: Sequence[float], alpha: float) -> float:
     """Return the highest level that the test rejects: a lower confidence bound of the mean at any stopping time."""
     low, high = -1.0, 1.0  # bisection, because the capital decreases with the level
     for _ in range(30):

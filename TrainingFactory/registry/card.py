@@ -11,7 +11,7 @@ import yaml
 
 from TrainingFactory.common.texts import pluralize
 from TrainingFactory.models.names import TINY_ID, resolve_model_name
-from TrainingFactory.registry.lineage import list_ancestors, origin, render_tree
+from TrainingFactory.registry.lineage import get_base, list_ancestors, render_tree
 from TrainingFactory.registry.rows import Version
 
 UNKNOWN_LICENCE = "unknown"
@@ -19,13 +19,13 @@ UNKNOWN_LICENCE = "unknown"
 
 def render_card(version: Version, evaluations: Sequence[dict[str, Any]], export_kind: str) -> str:
     """Return a model card with Hugging Face metadata. `export_kind` is "adapter" or the kind of an exported model."""
-    base = origin(version.lineage).partition(" ")[0]
-    licence, licence_source = find_licence(base)
+    origin = get_base(version.lineage).partition(" ")[0]
+    licence, licence_source = find_licence(origin)
     front_matter: dict[str, Any] = {"library_name": "peft" if export_kind == "adapter" else "transformers"}
     front_matter |= {"pipeline_tag": "text-generation", "tags": ["training-factory", *version.tags]}
     if licence != UNKNOWN_LICENCE:
         front_matter["license"] = licence
-    if (hub_id := resolve_model_name(base)).count("/") == 1 and not base.startswith((".", "/", "~")):
+    if (hub_id := resolve_model_name(origin)).count("/") == 1 and not origin.startswith((".", "/", "~")):
         front_matter["base_model"] = hub_id
     lines = ["---", yaml.safe_dump(front_matter, sort_keys=False).strip(), "---", "", f"# {version}", ""]
     lines += [version.description, ""] if version.description else []
@@ -68,9 +68,9 @@ def _format_evaluations(version: Version, evaluations: Sequence[dict[str, Any]])
     ]
     if not rows:
         metrics = list_ancestors(version.lineage)[-1].get("metrics", {})
-        heldout = {k.removeprefix("eval/"): value for k, value in metrics.items() if k.startswith("eval/")}
-        if "success" in heldout:
-            rows = [f"| held-out tasks of the run | {_format_interval(heldout)} | |"]
+        scores = {k.removeprefix("eval/"): value for k, value in metrics.items() if k.startswith("eval/")}
+        if "success" in scores:
+            rows = [f"| held-out tasks of the run | {_format_interval(scores)} | |"]
     return ["| tasks | success (95 % interval) | time |", "|---|---|---|", *rows] if rows else ["None yet."]
 
 
@@ -78,8 +78,8 @@ def format_title(record: dict[str, Any]) -> str:
     """Return a title for an evaluation: suite, entry or environment, and number of tasks."""
     conditions = record.get("conditions", {})
     labels = [record.get("suite"), record.get("entry") or conditions.get("environment")]
-    task_count = f", {pluralize(conditions['count'], 'task')}" if "count" in conditions else ""
-    return (" ".join(str(label) for label in labels if label) or "tasks") + task_count
+    count_text = f", {pluralize(conditions['count'], 'task')}" if "count" in conditions else ""
+    return (" ".join(str(label) for label in labels if label) or "tasks") + count_text
 
 
 def _format_interval(metrics: dict[str, float]) -> str:

@@ -189,30 +189,33 @@ class Catalogue:
     def rollback(self, model: str, alias: str) -> tuple[Version, int | None]:
         """Roll an alias back to its previous version; return that version and the number that it replaces."""
         with self._database.open_write_transaction() as db:
-            current = get_alias_number(db, model, alias)
-            history: list[int] = []
-            qmarks = ", ".join("?" * len(ALIAS_MOVES))
+            old_number = get_alias_number(db, model, alias)
+            alias_history: list[int] = []
+            placeholders = ", ".join("?" * len(ALIAS_MOVES))
             alias_moves = db.execute(
-                f"SELECT kind, number FROM decisions WHERE model = ? AND alias = ? AND kind IN ({qmarks}) ORDER BY id",
+                "SELECT kind, number FROM decisions WHERE model = ? AND alias = ? "
+                f"AND kind IN ({placeholders}) ORDER BY id",
                 (model, alias, *ALIAS_MOVES),
             )
             for kind, number in alias_moves:
                 if kind == "rollback":  # forget the later versions that it rolled back
-                    while history and history[-1] != number:
-                        history.pop()
+                    while alias_history and alias_history[-1] != number:
+                        alias_history.pop()
                 else:
-                    history.append(number)
+                    alias_history.append(number)
             versions = {version.number: version for version in read_versions(db, model)}
-            candidates = [number for number in history if number != current and number in versions]
+            candidates = [number for number in alias_history if number != old_number and number in versions]
             if not candidates:
                 raise ValueError(f"cannot roll back {model}@{alias}: no earlier version of it exists")
-            return self._move_alias(db, versions[candidates[-1]], alias, current, "rollback", None), current
+            version = versions[candidates[-1]]
+            return self._move_alias(db, version, alias, old_number, "rollback", None), old_number
 
     def _move_alias(
-        self, db: sqlite3.Connection, version: Version, alias: str, old: int | None, kind: str, evidence: Any
-    ) -> Version:
+        self, db: sqlite3.Connection, version: Version, alias: str, old_number: int | None, kind: str,
+        evidence: Any,
+    ) -> Version:  # fmt: skip
         db.execute("INSERT OR REPLACE INTO aliases VALUES (?, ?, ?)", (version.model, alias, version.number))
-        write_decision(db, version.model, alias, version.number, old, kind, evidence)
+        write_decision(db, version.model, alias, version.number, old_number, kind, evidence)
         return get_version(db, str(version), self.path)
 
     def remove_alias(self, model: str, alias: str) -> int:
@@ -265,9 +268,9 @@ class Catalogue:
         """Check every byte of the stored files of one version, or of all; return the problems by version."""
         versions = self.versions() if version_name is None else [self.get(version_name)]
         digests = set().union(*(version.digests for version in versions))
-        damage = {digest: self.store.find_damage(digest) for digest in digests}
+        damages = {digest: self.store.find_damage(digest) for digest in digests}
         problems_by_version = {
-            str(version): [problem for digest in sorted(version.digests) for problem in damage[digest]]
+            str(version): [problem for digest in sorted(version.digests) for problem in damages[digest]]
             for version in versions
         }
         return {version: messages for version, messages in problems_by_version.items() if messages}

@@ -20,7 +20,7 @@ def make_run_node(run: RunFolder, checkpoint_folder: Path) -> LineageNode:
     lineage of the model that the run started from."""
     file = checkpoint_folder / "state.json"
     step = json.loads(file.read_text(encoding="utf-8"))["step"] if file.is_file() else run.status.step
-    records = [row for row in run.metrics() if row.get("step") == step]
+    step_rows = [row for row in run.metrics() if row.get("step") == step]
     return {
         "run": run.name,
         "path": str(run.path.resolve()),
@@ -28,7 +28,7 @@ def make_run_node(run: RunFolder, checkpoint_folder: Path) -> LineageNode:
         "config": run.config.model_dump(),
         "about": run.run_info,
         "tools": read_tools(run),
-        "metrics": records[-1] if records else {},
+        "metrics": step_rows[-1] if step_rows else {},
     }
 
 
@@ -60,7 +60,7 @@ def list_ancestors(node: LineageNode) -> list[LineageNode]:
     return nodes[::-1]
 
 
-def origin(node: LineageNode) -> str:
+def get_base(node: LineageNode) -> str:
     """Return the base model of the first run, or the registered folder."""
     oldest_node = list_ancestors(node)[0]
     if "config" not in oldest_node:
@@ -75,12 +75,12 @@ def describe_node(node: LineageNode) -> tuple[str, list[tuple[str, str]]]:
         return f"the folder {node['folder']}", []
     config, run_info = node["config"], node["about"]
     environment = config["environment"]["environment_id"] or "no environment"
-    registered = f", registered as {node['version']}" if node.get("version") else ""
-    title = f"{config['training']['algorithm']} on {environment}: run {node['run']}, step {node['step']}{registered}"
-    commit = f", commit {run_info['commit']}" if run_info["commit"] else ""
+    version_note = f", registered as {node['version']}" if node.get("version") else ""
+    title = f"{config['training']['algorithm']} on {environment}: run {node['run']}, step {node['step']}{version_note}"
+    commit_note = f", commit {run_info['commit']}" if run_info["commit"] else ""
     data_source = config["data"]["dataset"] or config["data"]["tasks"] or "made by the environment"
     rows = [
-        ("started", f"{run_info['started']}{commit}, torch {run_info['versions']['torch']}"),
+        ("started", f"{run_info['started']}{commit_note}, torch {run_info['versions']['torch']}"),
         ("data", f"{data_source}: {run_info.get('size')} tasks or rows, digest {run_info.get('digest')}"),
         ("reward", _describe_reward(config["reward"])),
     ]
@@ -104,7 +104,7 @@ def _describe_reward(section: dict[str, Any]) -> str:
 
 def render_tree(node: LineageNode, version_name: str) -> list[str]:
     """Return the lines of the tree from the base model to this model, which is shown as `version_name`."""
-    lines = [origin(node)]
+    lines = [get_base(node)]
     nodes = list_ancestors(node)
     for depth, ancestor in enumerate(nodes):
         title, rows = describe_node(ancestor)

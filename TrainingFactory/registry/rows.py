@@ -50,13 +50,13 @@ class Version:
         return {self.digest} | ({self.base["digest"]} if self.base and self.base["digest"] else set())
 
 
-def check_name(name: str, subject: str = "model") -> None:
-    """Raise ValueError if `name` is not valid for a registered model or an alias; `subject` is "model" or "alias"."""
+def check_name(name: str, kind: str = "model") -> None:
+    """Raise ValueError if `name` is not valid for a registered model or an alias; `kind` is "model" or "alias"."""
     if not NAME_PATTERN.fullmatch(name):
-        raise ValueError(f"invalid {subject} name {name!r}: it must match {NAME_PATTERN.pattern}")
-    if subject == "alias" and RESERVED_ALIASES.fullmatch(name):
+        raise ValueError(f"invalid {kind} name {name!r}: it must match {NAME_PATTERN.pattern}")
+    if kind == "alias" and RESERVED_ALIASES.fullmatch(name):
         raise ValueError(f"invalid alias {name!r}: reserved for versions and checkpoints. Choose another")
-    if subject == "model" and name.lower() in SUPPORTED_MODELS:
+    if kind == "model" and name.lower() in SUPPORTED_MODELS:
         raise ValueError(f"invalid model name {name!r}: it is a supported model. Choose another")
 
 

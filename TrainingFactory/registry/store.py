@@ -51,8 +51,8 @@ def combine_digests(checksums: dict[str, str]) -> str:
 
 def read_digest(folder: Path) -> str | None:
     """Return the digest of a model from its checksum file, without reading weights; None if a checksum is missing."""
-    sums, files = read_checksums(folder), {path.name for path in list_model_files(folder)}
-    return combine_digests({name: sums[name] for name in files}) if files and files <= sums.keys() else None
+    sums, names = read_checksums(folder), {path.name for path in list_model_files(folder)}
+    return combine_digests({name: sums[name] for name in names}) if names and names <= sums.keys() else None
 
 
 class ModelStore:

@@ -12,7 +12,7 @@ from TrainingFactory.registry.rows import Version
 EXPERIMENT_NAME = "training-factory"
 
 
-def to_mlflow(version: Version, folder: Path, uri: str, evaluations: Sequence[dict[str, Any]]) -> str:
+def upload_to_mlflow(version: Version, folder: Path, uri: str, evaluations: Sequence[dict[str, Any]]) -> str:
     """Upload a version, whose files are in `folder`, to the MLflow at `uri`; return its `models:/` URI."""
     try:
         from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
@@ -31,12 +31,9 @@ def to_mlflow(version: Version, folder: Path, uri: str, evaluations: Sequence[di
         run_id = run.info.run_id
         for record in evaluations:
             for metric_name, value in record.get("metrics", {}).items():
-                metric = (
-                    f"{format_title(record)}/{metric_name}".replace("@", "_at_")
-                    .replace("^", "_all_")
-                    .replace(",", "")
-                )
-                client.log_metric(run_id, metric, value)
+                metric_key = f"{format_title(record)}/{metric_name}".replace("@", "_at_")
+                metric_key = metric_key.replace("^", "_all_").replace(",", "")
+                client.log_metric(run_id, metric_key, value)
         client.log_artifacts(run_id, str(folder), "model")
         if not client.search_registered_models(f"name = '{version.model}'"):
             client.create_registered_model(version.model)

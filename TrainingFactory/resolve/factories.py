@@ -18,7 +18,7 @@ from TrainingFactory.common.starters import find_docs
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.loading import load_config, read_yaml
 from TrainingFactory.config.problems import ConfigError, KeyLocations, Problem
-from TrainingFactory.config.schema import sections
+from TrainingFactory.config.schema import get_sections
 from TrainingFactory.data.datasets import find_builtin_dataset, is_path
 from TrainingFactory.data.disk import write_atomically
 from TrainingFactory.resolve.siblings import COMPUTE, DATA_FACTORY, SIBLING_FACTORIES, Allocation, get_rows
@@ -72,7 +72,7 @@ def add_entry(kind: str, name: str, target: Sequence[str]) -> None:
     section, _ = _split_key(KEYS_BY_KIND[kind][0])
     entry_value: Any = target[0]
     if all("=" in option for option in target):
-        options = [opt if "." in opt.partition("=")[0] else f"{section}.{opt}" for opt in target]
+        options = [option if "." in option.partition("=")[0] else f"{section}.{option}" for option in target]
         entry_value = load_config(None, options).model_dump(exclude_unset=True)
     elif len(target) > 1:
         raise ValueError(f"invalid target {' '.join(target)!r}: give one value, or options as key=value")
@@ -98,7 +98,7 @@ def parse_entry(kind: str, entry: Any) -> TrainingConfig:
     section, key = _split_key(KEYS_BY_KIND[kind][0])
     if not isinstance(entry, Mapping):
         entry = {key: entry}
-    if not entry.keys() & {"tools", *sections()}:
+    if not entry.keys() & {"tools", *get_sections()}:
         entry = {section: dict(entry)}
     config = TrainingConfig(**entry)
     if describe_target(kind, config) is None and not (kind == "environments" and config.tools):
@@ -110,9 +110,9 @@ def parse_entry(kind: str, entry: Any) -> TrainingConfig:
 def describe_target(kind: str, config: TrainingConfig) -> str | None:
     """Return the target of a factories.yaml entry as one line; None for an environment that has only tools."""
     if kind == "compute":
-        section = config.compute
-        gpu_text = "all GPUs" if section.num_gpus is None else f"{section.num_gpus} GPUs"
-        return None if section.allocation_id else f"{gpu_text} of {section.backend}"
+        compute = config.compute
+        gpu_text = "all GPUs" if compute.num_gpus is None else f"{compute.num_gpus} GPUs"
+        return None if compute.allocation_id else f"{gpu_text} of {compute.backend}"
     candidates = [(getattr(config, section), key) for section, key in map(_split_key, KEYS_BY_KIND[kind])]
     return next((getattr(model, key) for model, key in candidates if key in model.model_fields_set), None)
 
@@ -122,7 +122,7 @@ def _split_key(key: str) -> tuple[str, str]:
     return section, option
 
 
-def get_target(name: str) -> str | None:
+def get_model_target(name: str) -> str | None:
     """Return the target of a model id in factories.yaml; None if the file does not contain it."""
     entry = read_entries()["models"].get(name)
     return None if entry is None else entry.model.name
@@ -172,9 +172,9 @@ def with_dataset_rows(
     extended_objects = dataclasses.replace(objects)
     has_no_heldout = objects.heldout is None and objects.heldout_tasks is None
     needs_heldout = has_no_heldout and config.training.eval_every is not None
-    wanted = {"tasks": objects.tasks is None, "dataset": objects.examples is None, "heldout": needs_heldout}
+    needs = {"tasks": objects.tasks is None, "dataset": objects.examples is None, "heldout": needs_heldout}
     section = config.data
-    rows = {k: _find_rows(k, getattr(section, k), notify) if needed else None for k, needed in wanted.items()}
+    rows = {k: _find_rows(k, getattr(section, k), notify) if needed else None for k, needed in needs.items()}
     read_objects(config, extended_objects, **rows)
     return extended_objects
 
@@ -198,9 +198,9 @@ def find_allocation(config: TrainingConfig, notify: Notify) -> Allocation | None
     allocation = COMPUTE.find_object(name)
     if allocation is not None:
         return Allocation.from_object(allocation)
-    if not COMPUTE.installed or COMPUTE.load_method(COMPUTE.find_method) is not None:
-        error = f"there is no allocation {name!r}. To use this machine without one, set compute.num_gpus=N"
-        raise make_id_error("compute", name, error)
+    if not COMPUTE.is_installed or COMPUTE.load_method(COMPUTE.find_method) is not None:
+        message = f"there is no allocation {name!r}. To use this machine without one, set compute.num_gpus=N"
+        raise make_id_error("compute", name, message)
     notify(
         f"note: cannot look up the GPUs of allocation {name}, because ComputeFactory's {COMPUTE.class_name} has no "
         f"method {COMPUTE.find_method}. The run uses this machine. Pass the allocation object instead: "
@@ -216,8 +216,8 @@ def with_allocation(config: TrainingConfig, allocation: Allocation | None, notif
         return config
     config_gpus, num_gpus = config.compute.num_gpus, allocation.num_gpus
     if config_gpus is not None and num_gpus is not None and config_gpus > num_gpus:
-        allocated = f"allocation {allocation.id} has {num_gpus} GPUs"
-        raise ValueError(f"compute.num_gpus={config_gpus}, but {allocated}")
+        allocation_text = f"allocation {allocation.id} has {num_gpus} GPUs"
+        raise ValueError(f"compute.num_gpus={config_gpus}, but {allocation_text}")
     options = {"num_gpus": num_gpus, "backend": allocation.backend}
     entry = TrainingConfig(compute={key: value for key, value in options.items() if value is not None})
     config = _fill_unset(config, entry, ())
@@ -241,6 +241,6 @@ def make_id_error(kind: str, name: str, last_error: object) -> ValueError:
     reason = f"not under {kind}{hint}" if Path(IDS_FILE).is_file() else "no such file in this folder"
     note = f"in {IDS_FILE} ({reason})"
     if sibling := SIBLING_FACTORIES.get(kind):
-        reason = "unknown id" if sibling.installed else "not installed"
+        reason = "unknown id" if sibling.is_installed else "not installed"
         note += f" and in {sibling.package} ({reason})"
     return ValueError(f"{last_error}\nAlso searched for {name!r} {note}. See {find_docs('FACTORIES.md')}")

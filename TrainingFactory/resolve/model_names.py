@@ -34,7 +34,7 @@ from TrainingFactory.resolve import factories
 from TrainingFactory.runs.folder import RunFolder, is_run, list_runs
 
 ADAPTER = "adapter_config.json"
-CHECKPOINT_NAME = re.compile(r"(?P<run>.+)@(?P<which>step-\d+|best|last)")
+CHECKPOINT_NAME = re.compile(r"(?P<run>.+)@(?P<checkpoint>step-\d+|best|last)")
 MODEL_KEY = "model"  # key of environment.json: the model that the run was started from
 # Options inherited from the run that trained the model, unless the config sets them.
 INHERITED_OPTIONS = ("family", "thinking")
@@ -85,7 +85,7 @@ def find_model(name: str, runs: str | Path = "runs", registry: str | Path | None
     file, by default in the folder of runs."""
     runs = Path(runs).expanduser()
     catalogue = Catalogue(get_registry_path(runs, registry))
-    name = factories.get_target(name) or name
+    name = factories.get_model_target(name) or name
     local_path = Path(name).expanduser()
     if is_endpoint(name) or resolve_model_name(name) in TINY_IDS or name.lower() in SUPPORTED_MODELS:
         return ResolvedModel(name, name)
@@ -102,10 +102,9 @@ def find_model(name: str, runs: str | Path = "runs", registry: str | Path | None
         return ResolvedModel(name, name)
     known_names = [*(run.name for run in list_runs(runs)), *catalogue.names(), *SUPPORTED_MODELS, *TINY_IDS]
     short_name = name.removeprefix(f"{runs}/")
-    closest = nearest(short_name, known_names, 0.5) or nearest(
-        re.split("[:@]", short_name)[0], known_names, 0.5
-    )
-    error_text = f"there is no such run or model: {name!r}{did_you_mean(closest)}"
+    closest_name = nearest(short_name, known_names, 0.5)
+    closest_name = closest_name or nearest(re.split("[:@]", short_name)[0], known_names, 0.5)
+    error_text = f"there is no such run or model: {name!r}{did_you_mean(closest_name)}"
     raise factories.make_id_error("models", name, error_text)
 
 
@@ -179,30 +178,28 @@ def _build_lineage(model: ResolvedModel) -> dict[str, Any] | None:
 
 def with_original_model(run: TrainedBy, config: TrainingConfig | None = None) -> TrainingConfig:
     """Return `config`, by default the run's own, with the model section that the run was started with."""
-    origin = run.run_info.get(MODEL_KEY) or {}
-    original_config = _with_model_options(config or run.config, origin.get("meant", {}))
+    provenance = run.run_info.get(MODEL_KEY) or {}
+    original_config = _with_model_options(config or run.config, provenance.get("meant", {}))
     model = original_config.model
     # Started before version 0.2.
-    if resolve_model_name(model.name) in TINY_IDS and origin.get("drawn_by") is None:
-        return _with_model_options(
-            original_config,
-            {"revision": f"{TORCH_SEED_PREFIX}{(model.revision or '0').removeprefix(TORCH_SEED_PREFIX)}"},
-        )
+    if resolve_model_name(model.name) in TINY_IDS and provenance.get("drawn_by") is None:
+        revision = f"{TORCH_SEED_PREFIX}{(model.revision or '0').removeprefix(TORCH_SEED_PREFIX)}"
+        return _with_model_options(original_config, {"revision": revision})
     return original_config
 
 
 def check_original_model(run: TrainedBy) -> None:
     """Raise ValueError if the files of the model that a run was started from are missing or changed."""
-    origin = run.run_info.get(MODEL_KEY) or {}
-    folder, digest, problem = _find_folder(origin.get("meant", {})), origin.get("digest"), ""
+    provenance = run.run_info.get(MODEL_KEY) or {}
+    folder, digest, problem = _find_folder(provenance.get("meant", {})), provenance.get("digest"), ""
     if folder is not None and not folder.exists():
         problem = "is missing"
     elif folder is not None and digest is not None and read_digest(folder) != digest:
         problem = "has changed since"
     if problem:
         raise ValueError(
-            f"run {run.name} was started from {origin['written']}, but {folder} {problem}. Restore it, or start a new "
-            "run"
+            f"run {run.name} was started from {provenance['written']}, but {folder} {problem}. Restore it, or start a "
+            "new run"
         )
 
 
@@ -222,7 +219,8 @@ def _resolve_run(name: str, runs_folder: Path) -> ResolvedModel | None:
     if folder is None:
         return None
     run = RunFolder(folder)
-    return _resolve_checkpoint(name, run, find_checkpoint(run, name_match["which"] if name_match else "last"))
+    checkpoint_name = name_match["checkpoint"] if name_match else "last"
+    return _resolve_checkpoint(name, run, find_checkpoint(run, checkpoint_name))
 
 
 def find_checkpoint(run: RunFolder, checkpoint_name: str) -> Path:
@@ -270,12 +268,12 @@ def _resolve_version(name: str, version: Version, catalogue: Catalogue) -> Resol
     for stored_folder in map(catalogue.store.get_model_folder, sorted(version.digests)):
         if not stored_folder.is_dir() or _find_damaged_files(stored_folder):
             raise ValueError(f"{version} is damaged. For details run: tfactory registry verify {version}")
-    trained_by = None
+    recorded_run = None
     if "config" in lineage:
-        trained_by = RecordedRun(str(version), TrainingConfig(**lineage["config"]), lineage["about"])
+        recorded_run = RecordedRun(str(version), TrainingConfig(**lineage["config"]), lineage["about"])
     if version.base is None:
-        return ResolvedModel(name, str(folder), None, folder, trained_by, version)
-    return ResolvedModel(name, catalogue.get_base_name(version), str(folder), folder, trained_by, version)
+        return ResolvedModel(name, str(folder), None, folder, recorded_run, version)
+    return ResolvedModel(name, catalogue.get_base_name(version), str(folder), folder, recorded_run, version)
 
 
 def _resolve_folder(name: str, path: Path, runs_folder: Path) -> ResolvedModel:

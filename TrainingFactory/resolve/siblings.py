@@ -25,10 +25,10 @@ class SiblingFactory:
     package: str
     class_name: str
     find_method: str
-    required: str  # method that every version of the class has
+    required_method: str  # method that every version of the class has
 
     @property
-    def installed(self) -> bool:
+    def is_installed(self) -> bool:
         return find_spec(self.package) is not None
 
     def load_method(self, method_name: str) -> Callable[..., Any] | None:
@@ -38,16 +38,16 @@ class SiblingFactory:
             manager = getattr(import_module(f"{self.package}.services"), self.class_name)()
         except Exception as error:  # foreign code
             raise ValueError(f"{self.package} is installed, but {path}() fails: {describe(error)}") from error
-        if not hasattr(manager, self.required):
+        if not hasattr(manager, self.required_method):
             raise ValueError(
-                f"{self.package} is installed, but {path} has no method {self.required}. Update {self.package}, or "
-                "add the id to factories.yaml, which is searched first"
+                f"{self.package} is installed, but {path} has no method {self.required_method}. Update {self.package}, "
+                "or add the id to factories.yaml, which is searched first"
             )
         return getattr(manager, method_name, None)
 
     def find_object(self, name: str) -> Any:
         """Return the object with this id; None if the package is not installed or does not know the id."""
-        find_object = self.load_method(self.find_method) if self.installed else None
+        find_object = self.load_method(self.find_method) if self.is_installed else None
         if find_object is None:
             return None
         try:
@@ -99,8 +99,8 @@ class Allocation:
                 f"allocation {allocation_id!r} has {num_gpus!r} GPUs; the number must be an integer from 1"
             )
         callback = getattr(lease, "release", None)
-        if callback is None and COMPUTE.installed and (fallback := COMPUTE.load_method("release_resource")):
-            callback = functools.partial(fallback, allocation_id)
+        if callback is None and COMPUTE.is_installed and (method := COMPUTE.load_method("release_resource")):
+            callback = functools.partial(method, allocation_id)
         return cls(allocation_id, num_gpus, getattr(lease, "backend", None), callback)
 
     def release(self) -> None:

@@ -60,11 +60,11 @@ class SentenceEncoder:
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
         """Return a float32 matrix with one row per text. Texts of similar length share a batch."""
-        order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
+        sorted_indices = sorted(range(len(texts)), key=lambda index: len(texts[index]))
         vectors: np.ndarray | None = None
         with _TOKENIZER_LOCK:
-            for start in range(0, len(order), self.batch_size):
-                indices = order[start : start + self.batch_size]
+            for start in range(0, len(sorted_indices), self.batch_size):
+                indices = sorted_indices[start : start + self.batch_size]
                 batch = self._encode_batch([texts[index] for index in indices])
                 if vectors is None:
                     vectors = np.empty((len(texts), batch.shape[1]), np.float32)
@@ -81,9 +81,9 @@ class SentenceEncoder:
             texts, padding=True, truncation=True, max_length=self.max_tokens, return_tensors="pt"
         ).to(self.device)
         with torch.inference_mode():
-            hidden = model(**inputs).last_hidden_state  # [texts, tokens, dimension]
+            hidden_states = model(**inputs).last_hidden_state  # [texts, tokens, dimension]
         mask = inputs["attention_mask"].unsqueeze(-1)
-        vectors = (hidden * mask).sum(1) / mask.sum(1)
+        vectors = (hidden_states * mask).sum(1) / mask.sum(1)
         return torch.nn.functional.normalize(vectors, dim=-1).cpu().numpy()
 
 

@@ -69,7 +69,7 @@ def estimate_entropy(completion: Completion) -> float:
     return -sum(completion.logprobs) / len(completion.logprobs)
 
 
-def share(total: int | None, num_shares: int, index: int) -> int | None:
+def compute_share(total: int | None, num_shares: int, index: int) -> int | None:
     """Return share `index` of `num_shares` equal shares of a total; the first shares get the remainder."""
     return None if total is None else total // num_shares + (index < total % num_shares)
 
@@ -81,7 +81,7 @@ class PathBudget:
 
     max_leaves: int | None  # leaves that the path may still end in; None: no limit
     tokens: int | None  # sampled tokens left
-    forks: int = 0  # so far
+    num_forks: int = 0  # so far
     num_counted_turns: int = 0  # turns whose tokens are subtracted
 
     def count_turns(self, turns: Sequence[Turn]) -> None:
@@ -100,7 +100,10 @@ class PathBudget:
         """Return one budget per continuation of a fork: an equal share of the remaining episodes and tokens."""
         return [
             PathBudget(
-                share(self.max_leaves, n, i), share(self.tokens, n, i), self.forks + 1, self.num_counted_turns
+                compute_share(self.max_leaves, n, i),
+                compute_share(self.tokens, n, i),
+                self.num_forks + 1,
+                self.num_counted_turns,
             )
             for i in range(n)
         ]
@@ -133,16 +136,16 @@ def choose_fork_method(environment: Environment, may_replay: bool) -> ForkMethod
 class ForkPoint:
     """Start of a forked episode, after the turns that it shares with its parent."""
 
-    ids: list[int]  # prompt of the next turn
+    prompt_ids: list[int]  # of the next turn
     turn_keys: list[EpisodeKey]  # key under which the tool calls of each shared turn are recorded
     num_batches: int  # tool batches of the shared turns
     method: ForkMethod
     timeout: float
 
-    async def enter(self, run: EpisodeRun, environment: Environment) -> list[int]:
+    async def restore_environment(self, run: EpisodeRun, environment: Environment) -> list[int]:
         """Restore the environment's state at the fork; return the prompt of the next turn."""
         if self.method == "own":
-            return list(self.ids)
+            return list(self.prompt_ids)
         try:
             await run_within(self.timeout, self._replay_shared_turns(run, environment))
         except ForkFailed:
@@ -154,7 +157,7 @@ class ForkPoint:
         except (Exception, SelfCancelled, SystemExit) as error:  # the environment is user code
             location = locate_error(error)
             raise ForkFailed(f"rebuilding the environment{location} raised {describe(error)}") from error
-        return list(self.ids)
+        return list(self.prompt_ids)
 
     async def _replay_shared_turns(self, run: EpisodeRun, environment: Environment) -> None:
         """Reset a fresh environment, and step it through the shared turns unless it is stateless."""
@@ -184,33 +187,33 @@ def _check_replayed_step(turn_index: int, turn: Turn, step: Step, run: EpisodeRu
 def _collect_turn_keys(run: EpisodeRun) -> list[EpisodeKey]:
     """Return, for each turn, the key under which its tool calls are recorded: the key of the episode that sampled the
     turn."""
-    shared_keys = run.start.turn_keys if isinstance(run.start, ForkPoint) else []
+    shared_keys = run.fork_start.turn_keys if isinstance(run.fork_start, ForkPoint) else []
     return [*shared_keys, *[run.key] * (len(run.trajectory.turns) - len(shared_keys))]
 
 
 @dataclass(slots=True)
 class EpisodeForest:
-    """The episodes of one batch, by group. A group grows when one of its episodes forks. `seeds[i](member, turn)`
-    returns the sampling seed of a turn in group i."""
+    """The episodes of one batch, by group. A group grows when one of its episodes forks. `seed_functions[i]`
+    maps the member and the turn to the sampling seed of a turn in group i."""
 
     branching: Branching
     groups: list[list[EpisodeRun]]
-    seeds: Sequence[Callable[[int, int], int]]
+    seed_functions: Sequence[Callable[[int, int], int]]
     warn: Callable[[str], None]
     recorder: Recorder | None = None
     num_dropped: int = 0  # continuations whose environment could not be forked
     _budgets: dict[EpisodeRun, PathBudget] = field(default_factory=dict)
     _group_indices: dict[EpisodeRun, int] = field(default_factory=dict)
-    _num_roots: list[int] = field(default_factory=list)  # number of roots of each group
-    _start_fork: dict[EpisodeRun, Callable[[EpisodeRun], None]] = field(default_factory=dict)
+    _root_counts: list[int] = field(default_factory=list)  # number of roots of each group
+    _fork_starters: dict[EpisodeRun, Callable[[EpisodeRun], None]] = field(default_factory=dict)
     _queued_forks: list[EpisodeRun] = field(default_factory=list)  # forks that start with the next wave
 
     def __post_init__(self) -> None:
-        self._num_roots = [len(group) for group in self.groups]
+        self._root_counts = [len(group) for group in self.groups]
         for group_index, group in enumerate(self.groups):
             for root_index, run in enumerate(group):
-                max_episodes = share(self.branching.max_episodes, len(group), root_index)
-                max_tokens = share(self.branching.max_tokens, len(group), root_index)
+                max_episodes = compute_share(self.branching.max_episodes, len(group), root_index)
+                max_tokens = compute_share(self.branching.max_tokens, len(group), root_index)
                 self._add_run(run, group_index, PathBudget(max_episodes, max_tokens))
 
     def _add_run(self, run: EpisodeRun, group_index: int, budget: PathBudget) -> None:
@@ -240,7 +243,7 @@ class EpisodeForest:
         """Play an episode and the episodes forked from it, which run in separate tasks as soon as there is room. Wait
         until all have ended. While it waits for its forks, the episode uses no slot of the concurrency limit."""
         children: list[asyncio.Task[None]] = []
-        self._start_fork[run] = lambda child: children.append(
+        self._fork_starters[run] = lambda child: children.append(
             asyncio.ensure_future(self._play_with_forks(child, player))
         )
         try:
@@ -270,13 +273,13 @@ class EpisodeForest:
             return
         budgets = budget.divide(branching.continuations)
         self._budgets[run] = budgets[0]
-        for digit in range(1, branching.continuations):
-            await self._fork_continuation(run, environment, ids, method, digit, budget.forks, budgets[digit])
+        for i in range(1, branching.continuations):
+            await self._fork_continuation(run, environment, ids, method, i, budget.num_forks, budgets[i])
 
     def _may_fork(self, run: EpisodeRun, budget: PathBudget, prompt_ids: list[int]) -> bool:
         settings, branching = run.rules, self.branching
         return (
-            budget.forks < branching.max_forks
+            budget.num_forks < branching.max_forks
             and run.num_turns < settings.max_turns
             and len(prompt_ids) < run.max_length
             and budget.allows(branching.continuations, settings.params.max_tokens)
@@ -297,21 +300,22 @@ class EpisodeForest:
         environment: Environment,
         prompt_ids: list[int],
         method: ForkMethod,
-        branch: int,
-        depth: int,
+        branch_index: int,
+        num_earlier_forks: int,
         budget: PathBudget,
     ) -> None:
-        """Create continuation number `branch` of a fork, and start or queue it. Drop it if the environment cannot be
-        forked. `depth` is the number of earlier forks along the path."""
+        """Create continuation number `branch_index` of a fork, and start or queue it. Drop it if its environment cannot
+        be forked. `num_earlier_forks` counts the forks along the path."""
         parent, group_index = run.trajectory, self._group_indices[run]
+        num_roots, num_continuations = self._root_counts[group_index], self.branching.continuations
         # The digits of a path's forks, in base `continuations`, make its number: the same whatever the timing.
-        member = parent.member + self._num_roots[group_index] * branch * self.branching.continuations**depth
+        member = parent.member + num_roots * branch_index * num_continuations**num_earlier_forks
         fork_key = run.key._replace(member=member)
         drop_reason = None if self.recorder is None else self.recorder.find_dropped_fork(fork_key)
         try:
             if drop_reason is not None:
                 raise ForkFailed(drop_reason)
-            forked = await self._fork_environment(environment) if method == "own" else None
+            forked_environment = await self._fork_environment(environment) if method == "own" else None
         except ForkFailed as error:
             self._record_dropped_fork(fork_key, str(error))
             return
@@ -320,40 +324,39 @@ class EpisodeForest:
             parent=parent.member, fork_turn=len(parent.turns),
         )  # fmt: skip
         num_batches = environment.executor.batches if isinstance(environment, ToolEnvironment) else 0
-        fork_point = ForkPoint(
-            prompt_ids, _collect_turn_keys(run), num_batches, method, self.branching.timeout
-        )
-        if isinstance(forked, ToolEnvironment) and isinstance(environment, ToolEnvironment):
-            forked.executor.continue_from(environment.executor, fork_key, forked)
-        child = run.fork(trajectory, functools.partial(self.seeds[group_index], member), fork_point, forked)
+        start = ForkPoint(prompt_ids, _collect_turn_keys(run), num_batches, method, self.branching.timeout)
+        if isinstance(forked_environment, ToolEnvironment) and isinstance(environment, ToolEnvironment):
+            forked_environment.executor.continue_from(environment.executor, fork_key, forked_environment)
+        seed_of = functools.partial(self.seed_functions[group_index], member)
+        child = run.fork(trajectory, seed_of, start, forked_environment)
         self._add_run(child, group_index, budget)
         self.groups[group_index].append(child)
         if self.branching.in_waves:
             self._queued_forks.append(child)
         else:
             child.open_fork()
-            self._start_fork[run](child)
+            self._fork_starters[run](child)
 
     async def _fork_environment(self, environment: Environment) -> Environment:
         """Return the result of `environment.fork()`; raise ForkFailed if it is not an independent environment."""
-        label, timeout = f"{type(environment).__name__}.fork", self.branching.timeout
+        method, timeout = f"{type(environment).__name__}.fork", self.branching.timeout
         try:
             if isinstance(environment, ToolEnvironment):
                 await environment.executor.catch_up()  # a copy would lack calls that the cache answered
             fork = await run_within(timeout, _call_fork(environment))
         except OutOfTime:
-            raise ForkFailed(f"{label} took longer than {timeout:g} s") from None
+            raise ForkFailed(f"{method} took longer than {timeout:g} s") from None
         except SamplersLost:
             raise
         except (Exception, SelfCancelled, SystemExit) as error:  # user code
-            raise ForkFailed(f"{label}{locate_error(error)} raised {describe(error)}") from error
+            raise ForkFailed(f"{method}{locate_error(error)} raised {describe(error)}") from error
         is_shared = fork is environment or (
             isinstance(environment, ToolEnvironment)
             and (not isinstance(fork, ToolEnvironment) or fork.executor is environment.executor)
         )
         if is_shared or not callable(getattr(fork, "step", None)):
             raise ForkFailed(
-                f"{label} returned no independent environment. Make one with type(self)(self.task) and copy the state"
+                f"{method} returned no independent environment. Make one with type(self)(self.task) and copy the state"
             )
         return fork
 

@@ -86,26 +86,24 @@ class RolloutEngine:
         sampler: Sampler,
         group_size: int = 1,
         step: int = 0,
-        recorded_as: str | None = None,
-        names: Sequence[str] | None = None,
+        recording_key: str | None = None,
+        group_names: Sequence[str] | None = None,
     ) -> list[list[Trajectory]]:
         """Play `group_size` episodes of each task. Return one list of episodes per task, ordered by member. Seeds and
-        recorded tool calls are keyed by `step` and the task's id. `names` replaces the ids in both; `recorded_as`
-        replaces `step` for tool calls only."""
-        key = step if recorded_as is None else recorded_as
-        runs = self._open_runs(tasks, names or _make_group_names(tasks), sampler, group_size, step, key)
-        num_runs = len(runs) // len(tasks) if tasks else 1
-        groups = [runs[start : start + num_runs] for start in range(0, len(runs), num_runs)]
+        recorded tool calls are keyed by `step` and the task's id. `group_names` replaces the ids in both;
+        `recording_key` replaces `step` for tool calls only."""
+        step_key = step if recording_key is None else recording_key
+        group_names = group_names or _make_group_names(tasks)
+        runs = self._open_runs(tasks, group_names, sampler, group_size, step, step_key)
+        runs_per_task = len(runs) // len(tasks) if tasks else 1
+        groups = [runs[start : start + runs_per_task] for start in range(0, len(runs), runs_per_task)]
         gate = self.gate or asyncio.Semaphore(self.max_concurrency or len(runs) or 1)
         if self.branching is not None:
-            seeds = [
-                functools.partial(derive_seed, self.seed, step, name)
-                for name in names or _make_group_names(tasks)
-            ]
-            return await self._rollout_trees(self.branching, groups, seeds, gate)
+            seed_functions = [functools.partial(derive_seed, self.seed, step, name) for name in group_names]
+            return await self._rollout_trees(self.branching, groups, seed_functions, gate)
         try:
             if self.group_reward is None:
-                await self._run_all(groups, gate)
+                await self._run_episodes(groups, gate)
             else:
                 await gather_or_cancel(
                     [self._run_group(GroupRun(group, self.group_reward), gate) for group in groups]
@@ -116,7 +114,7 @@ class RolloutEngine:
         self._measure_tail(runs)
         return [[run.trajectory for run in group if run.drop_reason is None] for group in groups]
 
-    async def _run_all(self, groups: Sequence[list[EpisodeRun]], gate: asyncio.Semaphore) -> None:
+    async def _run_episodes(self, groups: Sequence[list[EpisodeRun]], gate: asyncio.Semaphore) -> None:
         await gather_or_cancel([self._run_episode(episode, gate) for group in groups for episode in group])
 
     def _measure_tail(self, runs: Sequence[EpisodeRun]) -> None:
@@ -133,11 +131,11 @@ class RolloutEngine:
         self,
         branching: Branching,
         groups: list[list[EpisodeRun]],
-        seeds: Sequence[Callable[[int, int], int]],
+        seed_functions: Sequence[Callable[[int, int], int]],
         gate: asyncio.Semaphore,
     ) -> list[list[Trajectory]]:
         recorder = None if self.rules.runtime is None else self.rules.runtime.recorder
-        forest = EpisodeForest(branching, groups, seeds, self._warn_once, recorder)
+        forest = EpisodeForest(branching, groups, seed_functions, self._warn_once, recorder)
         play = functools.partial(self._run_episode if self.group_reward is None else GroupRun.play, gate=gate)
         try:
             if branching.in_waves:
@@ -195,18 +193,18 @@ class RolloutEngine:
     def _open_runs(
         self,
         tasks: Sequence[Task],
-        names: Sequence[str],
+        group_names: Sequence[str],
         sampler: Sampler,
         group_size: int,
         step: int,
-        recorded_as: int | str,
+        step_key: int | str,
     ) -> list[EpisodeRun]:
         """Create all episodes and open their sampling sessions in order, before anything is awaited, so that the
         assignment of sessions does not depend on timing."""
         runs: list[EpisodeRun] = []
-        for task, name in zip(tasks, names, strict=True):
+        for task, name in zip(tasks, group_names, strict=True):
             for member in range(group_size):
-                runs.append(self._open_episode(sampler, task, step, EpisodeKey(recorded_as, name, member)))
+                runs.append(self._open_episode(sampler, task, step, EpisodeKey(step_key, name, member)))
         return runs
 
     def _open_episode(
@@ -222,9 +220,9 @@ class RolloutEngine:
 
 def _make_group_names(tasks: Sequence[Task]) -> list[str]:
     """Return a unique name per group: a task that occurs twice in a batch gets a second name, with its own seeds."""
-    counts: Counter[str] = Counter()
-    names = []
+    id_counts: Counter[str] = Counter()
+    group_names = []
     for task in tasks:
-        counts[task.id] += 1
-        names.append(task.id if counts[task.id] == 1 else f"{task.id}#{counts[task.id]}")
-    return names
+        id_counts[task.id] += 1
+        group_names.append(task.id if id_counts[task.id] == 1 else f"{task.id}#{id_counts[task.id]}")
+    return group_names

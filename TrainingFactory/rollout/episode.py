@@ -82,16 +82,16 @@ class ForkFailed(Exception):
 class EpisodeStart(Protocol):
     """Interface for the start of a forked episode; implemented by `ForkPoint` in `rollout/branching.py`."""
 
-    async def enter(self, run: EpisodeRun, environment: Environment) -> list[int]:
+    async def restore_environment(self, run: EpisodeRun, environment: Environment) -> list[int]:
         """Restore the environment's state at the fork and return the prompt of the next turn, or raise ForkFailed."""
         ...
 
 
 @dataclass(slots=True)
-class _user_code:  # three times as fast as a generator-based context manager
+class _UserCodeGuard:  # three times as fast as a generator-based context manager
     """Context manager around user code: an exception ends only its own episode."""
 
-    subject: str
+    activity: str  # what the code does, or whose it is
     caught_errors: type[Exception] = Exception
 
     def __enter__(self) -> None: ...
@@ -100,17 +100,17 @@ class _user_code:  # three times as fast as a generator-based context manager
         if error is None:
             return
         if isinstance(error, ToolFailure):
-            raise _Stop("tool_failure", f"{self.subject}: {error}") from error
+            raise _Stop("tool_failure", f"{self.activity}: {error}") from error
         # SamplersLost passes: an environment may use a sampler itself, and losing it ends the run.
         if isinstance(error, (self.caught_errors, SystemExit)) and not isinstance(error, SamplersLost):
-            log.info("%s failed", self.subject, exc_info=True)
-            raise _Stop("error", f"{self.subject}{locate_error(error)} raised {describe(error)}") from error
+            log.info("%s failed", self.activity, exc_info=True)
+            raise _Stop("error", f"{self.activity}{locate_error(error)} raised {describe(error)}") from error
 
 
 # Entered on every turn, so they are made once.
-_STATE_CODE = _user_code("the environment's state")
-_STEP_CODE = _user_code("the environment's step")
-_TEMPLATE_CODE = _user_code("the chat template", ValueError)
+_STATE_GUARD = _UserCodeGuard("the environment's state")
+_STEP_GUARD = _UserCodeGuard("the environment's step")
+_TEMPLATE_GUARD = _UserCodeGuard("the chat template", ValueError)
 
 
 class EpisodeRun:
@@ -134,7 +134,7 @@ class EpisodeRun:
         self.session_closed_at = 0.0  # time at which the sampling session was closed
         # Called with the environment and the next prompt after every turn that continues; None: does not fork.
         self.after_turn: Callable[[Environment, list[int]], Awaitable[None]] | None = None
-        self.start: EpisodeStart | None = None  # of a forked episode
+        self.fork_start: EpisodeStart | None = None  # of a forked episode
         self.drop_reason: str | None = None  # why a forked episode was not played
 
     def fork(
@@ -149,7 +149,7 @@ class EpisodeRun:
         session until `open_fork`."""
         key = self.key._replace(member=trajectory.member)
         child = EpisodeRun(self.rules, trajectory, self.session, self.max_length, seed_of, key)
-        child.start, child.environment = start, environment
+        child.fork_start, child.environment = start, environment
         child.context = None if self.context is None else self.context.copy()
         return child
 
@@ -177,7 +177,7 @@ class EpisodeRun:
         start_time = time.perf_counter()
         try:
             if self.environment is None:
-                with _user_code("making the environment"):
+                with _UserCodeGuard("making the environment"):
                     self.environment = self.rules.make_environment(self.trajectory.task)
             await run_within(self.rules.timeout, self._play_turns(self.environment), self.rules.clock)
         except _Stop as stop:
@@ -224,10 +224,10 @@ class EpisodeRun:
 
     async def _play_turns(self, environment: Environment) -> None:
         """Play turns until `_Stop`, which ends the episode, is raised."""
-        if self.start is None:
+        if self.fork_start is None:
             ids = await self._render_first_prompt(environment)
         else:
-            ids = await self.start.enter(self, environment)
+            ids = await self.fork_start.restore_environment(self, environment)
         fold_kind: str | None = None
         for _ in range(self.num_turns, self.rules.max_turns):
             if self.rules.folding is not None:
@@ -235,7 +235,7 @@ class EpisodeRun:
             turn = await self._sample_turn(ids)
             turn.state = _get_state_name(environment)
             if fold_kind is not None:
-                self._mark_fold(turn, fold_kind)
+                self._record_fold_kind(turn, fold_kind)
             if turn.completion.finish == "length":
                 raise _Stop("truncated")  # no stop token was sampled, and none is added
             ids = await self._step_environment(environment, turn)
@@ -253,7 +253,7 @@ class EpisodeRun:
         self.trajectory.turns.append(turn)
         return turn
 
-    def _mark_fold(self, turn: Turn, fold_kind: str) -> None:
+    def _record_fold_kind(self, turn: Turn, fold_kind: str) -> None:
         turn.fold = fold_kind
         if self.context is not None and not self.context.has_task:
             turn.signals[folding.TASK_LOST] = 1.0
@@ -272,9 +272,9 @@ class EpisodeRun:
             context = await self._fold_context(rules)
             if context is not self.context:
                 self.context = context
-                with _TEMPLATE_CODE:
-                    arguments = (context, self.rules.chat, self.trajectory.tools)
-                    folded_ids = await in_thread(folding.render_context, *arguments)
+                with _TEMPLATE_GUARD:
+                    render_args = (context, self.rules.chat, self.trajectory.tools)
+                    folded_ids = await in_thread(folding.render_context, *render_args)
                 if len(folded_ids) >= self.max_length:
                     error_text = folding.format_too_long_error(len(folded_ids), self.max_length, rules)
                     raise _Stop("truncated", error_text)
@@ -288,10 +288,10 @@ class EpisodeRun:
     async def _fold_context(self, settings: folding.Folding) -> folding.Context:
         assert self.context is not None
         if settings.fold != "summary":
-            with _user_code(f"folding the conversation ({folding.KEY})"):
+            with _UserCodeGuard(f"folding the conversation ({folding.KEY})"):
                 return await folding.fold(self.context, settings)
         last_turn = self.trajectory.turns[-1]
-        with _TEMPLATE_CODE:
+        with _TEMPLATE_GUARD:
             ids = await in_thread(folding.render_request, last_turn, settings.template, self.rules.chat)
         if len(ids) >= self.max_length:
             raise _Stop("truncated", folding.format_no_room_error(len(ids), self.max_length, settings))
@@ -301,12 +301,12 @@ class EpisodeRun:
         return folding.with_summary(self.context, turn.message.content)
 
     async def _render_first_prompt(self, environment: Environment) -> list[int]:
-        with _user_code("the environment's tools and reset"):
+        with _UserCodeGuard("the environment's tools and reset"):
             if isinstance(environment, ToolEnvironment):
                 self.attach(environment.executor, environment)
             self.trajectory.prompt = _check_messages("reset", await environment.reset())
             self.trajectory.tools = [tool.spec for tool in environment.tools]  # `reset` may set them
-        with _TEMPLATE_CODE:
+        with _TEMPLATE_GUARD:
             prompt, tools, render = self.trajectory.prompt, self.trajectory.tools, self.rules.chat.render
             return (
                 await in_thread(render, prompt, tools)
@@ -334,7 +334,7 @@ class EpisodeRun:
 
     async def _step_environment(self, environment: Environment, turn: Turn) -> list[int]:
         """Step the environment and return the prompt of the next turn."""
-        with _STEP_CODE:
+        with _STEP_GUARD:
             step = await environment.step(turn.message)
             if not isinstance(step, Step):
                 raise TypeError(f"step must return a Step, not {type(step).__name__}")
@@ -352,7 +352,7 @@ class EpisodeRun:
             raise _Stop("tool_failure", unavailable_results[0].content)
         if step.done:
             raise _Stop("done")
-        with _TEMPLATE_CODE:
+        with _TEMPLATE_GUARD:
             render, previous_ids = self.rules.chat.extend, turn.prompt_ids + turn.completion.token_ids
             reply_ids = (
                 await in_thread(render, turn, turn.replies) if is_large else render(turn, turn.replies)
@@ -398,7 +398,7 @@ class EpisodeRun:
             return
 
         async def close() -> None:
-            with _user_code("the environment's close"):
+            with _UserCodeGuard("the environment's close"):
                 await environment.close()
 
         close_code = getattr(environment.close, "__code__", None)
@@ -436,7 +436,7 @@ def announce_placeholders() -> None:
 
 def _get_state_name(environment: Environment) -> str | None:
     """Return the environment's name of its current state; None if the state has no name."""
-    with _STATE_CODE:
+    with _STATE_GUARD:
         state = getattr(environment, "state", None)
     return state if isinstance(state, str) else None
 
@@ -456,7 +456,7 @@ def _count_images(messages: Sequence[Message]) -> int:
 
 
 def _check_messages(method: str, messages: list[Message]) -> list[Message]:
-    if not isinstance(messages, list) or [x for x in messages if not isinstance(x, Message)]:
+    if not isinstance(messages, list) or [item for item in messages if not isinstance(item, Message)]:
         raise TypeError(f"{method} must return a list of Message, not {str(messages)[:60]}")
     counts = [len(message.images) for message in messages if message.images]
     if counts and (num_images := sum(counts) if method == "step" else max(counts)) > LIMITS.max_per_turn:

@@ -66,7 +66,7 @@ class Context:
         return cls(prompt, [], prompt_ids, 0, prompt)
 
     @classmethod
-    def of_messages(cls, messages: Sequence[Message]) -> Context:
+    def from_messages(cls, messages: Sequence[Message]) -> Context:
         """Return the context of a conversation that was not sampled in this run, from its messages."""
         head, turns = split_turns(messages)
         context = cls.begin(head)
@@ -227,43 +227,41 @@ async def _fold_with_function(context: Context, folding: Folding) -> Context:
     return replace(context, head=head, head_ids=head_ids, turns=turns, num_folds=context.num_folds + 1)
 
 
-def _check_messages(messages: object, function: str) -> None:
+def _check_messages(messages: object, name: str) -> None:
     """Raise FoldError unless a fold function returned a conversation from which the model can continue."""
     if not isinstance(messages, list) or not all(isinstance(item, Message) for item in messages):
-        raise FoldError(f"{function} must return a list of Message, not {str(messages)[:60]}")
+        raise FoldError(f"{name} must return a list of Message, not {str(messages)[:60]}")
     for message in messages:
         if message.role not in get_args(Role):
-            raise FoldError(
-                f"{function} returned the role {message.role!r:.40}: use {', '.join(get_args(Role))}"
-            )
+            raise FoldError(f"{name} returned the role {message.role!r:.40}: use {', '.join(get_args(Role))}")
         if not isinstance(message.content, str) or not isinstance(message.tool_calls, list):
             raise FoldError(
-                f"{function} returned a {message.role} message whose content is no str, or tool_calls no list"
+                f"{name} returned a {message.role} message whose content is no str, or tool_calls no list"
             )
     if not any(message.role == "user" for message in messages):
-        raise FoldError(f"{function} returned no user message: keep the message with the task")
+        raise FoldError(f"{name} returned no user message: keep the message with the task")
     if messages[-1].role == "assistant":
-        raise FoldError(f"{function} returned an assistant message at the end: the next turn is the model's")
+        raise FoldError(f"{name} returned an assistant message at the end: the next turn is the model's")
     head, _ = split_turns(messages)
     if not head or any(message.role == "tool" for message in head):
         problem = "the first assistant message needs a user message before it, and a tool result its call"
-        raise FoldError(f"{function} returned a conversation that starts in the middle: {problem}")
+        raise FoldError(f"{name} returned a conversation that starts in the middle: {problem}")
 
 
 def _has_turn(context: Context, turn: ContextTurn) -> bool:
     """Return whether the context contains the turn unchanged. An unchanged turn is valid even if its tool messages
     answer no call, because an environment may send such messages."""
-    return any((known.message, known.replies) == (turn.message, turn.replies) for known in context.turns)
+    return any((other.message, other.replies) == (turn.message, turn.replies) for other in context.turns)
 
 
-def _check_turns(turns: Sequence[ContextTurn], function: str) -> None:
+def _check_turns(turns: Sequence[ContextTurn], name: str) -> None:
     """Raise FoldError if a fold function separated tool calls from their results."""
     for turn in turns:
         call_ids = {call.id for call in turn.message.tool_calls}
         result_ids = {reply.tool_call_id for reply in turn.replies if reply.role == "tool"} - {None}
         if result_ids - call_ids or (result_ids and call_ids - result_ids):
             raise FoldError(
-                f"{function} separated tool calls from their results: calls {sorted(call_ids)}, results "
+                f"{name} separated tool calls from their results: calls {sorted(call_ids)}, results "
                 f"{sorted(map(str, result_ids))}; keep or remove whole turns"
             )
 
@@ -280,10 +278,10 @@ def format_too_long_error(size: int, max_length: int, folding: Folding) -> str:
     return f"the prompt has {size} tokens after folding ({option}), but model.max_length is {max_length}"
 
 
-def format_no_fold_error(size: int, max_length: int, folds: int, folding: Folding) -> str:
-    reason = (
-        "nothing more can be removed" if folds < folding.max_folds else f"{KEY}.max_folds={folds} is reached"
-    )
+def format_no_fold_error(size: int, max_length: int, num_folds: int, folding: Folding) -> str:
+    reason = f"{KEY}.max_folds={num_folds} is reached"
+    if num_folds < folding.max_folds:
+        reason = "nothing more can be removed"
     return f"the prompt has {size} tokens, model.max_length is {max_length}, and {reason} ({KEY}.fold={folding.fold})"
 
 

@@ -59,8 +59,8 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         metrics[f"role/{role}/unscored"] = len(role_rewards) - len(role_totals)
         if role_totals:
             metrics[f"role/{role}/reward"] = fmean(role_totals)
-    for part in sorted({part for reward in rewards for part in reward.parts}):
-        metrics[f"reward/{part}"] = fmean(reward.parts[part] for reward in rewards if part in reward.parts)
+    for name in sorted({name for reward in rewards for name in reward.parts}):
+        metrics[f"reward/{name}"] = fmean(reward.parts[name] for reward in rewards if name in reward.parts)
     return metrics
 
 
@@ -81,15 +81,15 @@ def list_messages(episode: Trajectory) -> list[Message]:
 def _compute_fold_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Return the mean numbers of folds and of training rows per episode, and of tokens per summary. `every_turn` is the
     share of episodes that fold at every turn after the first fold, among those with several such turns."""
-    folds = [[turn.fold is not None for turn in e.turns if not turn.summary] for e in trajectories]
+    fold_flags = [[turn.fold is not None for turn in e.turns if not turn.summary] for e in trajectories]
     row_counts = [turn_spans(episode)[-1].row + 1 for episode in trajectories if episode.turns]
-    later_folds = [later for flags in folds if any(flags) and len(later := flags[flags.index(True) :]) > 2]
+    later_flags = [tail for flags in fold_flags if any(flags) and len(tail := flags[flags.index(True) :]) > 2]
     summaries = [turn for episode in trajectories for turn in episode.turns if turn.summary]
     folded_turns = [turn for episode in trajectories for turn in episode.turns if turn.fold is not None]
     metrics = {
-        "fold/folds": fmean(map(sum, folds)),
+        "fold/folds": fmean(map(sum, fold_flags)),
         "fold/rows": fmean(row_counts),
-        "fold/every_turn": fmean(map(all, later_folds)) if later_folds else 0.0,
+        "fold/every_turn": fmean(map(all, later_flags)) if later_flags else 0.0,
         "fold/task_lost": sum(bool(turn.signals.get(TASK_LOST)) for turn in folded_turns),
     }
     if summaries:

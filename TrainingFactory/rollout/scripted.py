@@ -15,7 +15,7 @@ from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.types import Completion, Message, SamplingParams, Trajectory
 
 
-class _Script:
+class _ScriptSession:
     """A sampling session that returns the script's messages, each taken from the iterator only when its turn comes."""
 
     def __init__(self, messages: Iterable[Message], chat: ChatFormat, environment: Environment) -> None:
@@ -66,5 +66,5 @@ async def play(
     )
     trajectory = Trajectory(environment.task, group=f"script/{environment.task.id}")
     return await EpisodeRun(
-        settings, trajectory, _Script(script, chat, environment), max_length, seed_of=int, key=key
+        settings, trajectory, _ScriptSession(script, chat, environment), max_length, seed_of=int, key=key
     ).run()

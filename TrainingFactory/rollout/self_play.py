@@ -26,7 +26,7 @@ class SelfPlayRollouts(RolloutEngine):
 
     def __init__(self, environment: Any, *args: Any, **options: Any) -> None:
         super().__init__(environment, *args, **options)
-        self._game: type[SelfPlayEnvironment] = environment
+        self._game_class: type[SelfPlayEnvironment] = environment
         class_name = environment.__name__
         if len(environment.roles) != 2 or len(set(environment.roles)) != 2:
             raise ValueError(f"{class_name}.roles must be two names, not {environment.roles!r}")
@@ -38,21 +38,21 @@ class SelfPlayRollouts(RolloutEngine):
     def _open_runs(
         self,
         tasks: Sequence[Task],
-        names: Sequence[str],
+        group_names: Sequence[str],
         sampler: Sampler,
         group_size: int,
         step: int,
-        recorded_as: int | str,
+        step_key: int | str,
     ) -> list[EpisodeRun]:
         runs: list[EpisodeRun] = []
-        for task, name in zip(tasks, names, strict=True):
+        for task, name in zip(tasks, group_names, strict=True):
             runs_by_role: tuple[list[EpisodeRun], list[EpisodeRun]] = ([], [])
             for game_index in range(group_size):
-                match = Match(self._game)
+                match = Match(self._game_class)
                 # Both sessions of a game are opened one after the other: a deterministic engine gives a slot to the
                 # next session in this order, and neither role can go on without the other.
-                for seat, role in enumerate(self._game.roles):
-                    key = EpisodeKey(recorded_as, name, seat * group_size + game_index)
+                for seat, role in enumerate(self._game_class.roles):
+                    key = EpisodeKey(step_key, name, seat * group_size + game_index)
                     run = self._open_episode(sampler, task, step, key, role)
                     run.rules = dataclasses.replace(
                         self.rules, make_environment=functools.partial(match.seat, role)
@@ -61,9 +61,9 @@ class SelfPlayRollouts(RolloutEngine):
             runs += [*runs_by_role[0], *runs_by_role[1]]
         return runs
 
-    async def _run_all(self, groups: Sequence[list[EpisodeRun]], gate: asyncio.Semaphore) -> None:
+    async def _run_episodes(self, groups: Sequence[list[EpisodeRun]], gate: asyncio.Semaphore) -> None:
         role_groups = [(group[: len(group) // 2], group[len(group) // 2 :]) for group in groups]
-        matches = [match for left, right in role_groups for match in zip(left, right, strict=True)]
+        matches = [match for role_runs in role_groups for match in zip(*role_runs, strict=True)]
         await gather_or_cancel([self._play_match(match, gate) for match in matches])
 
     async def _play_match(self, match: Sequence[EpisodeRun], gate: asyncio.Semaphore) -> None:

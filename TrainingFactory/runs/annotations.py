@@ -56,8 +56,8 @@ def annotate_run(
         if unknown_tags := [name for name in removed_tags if name not in annotations.tags]:
             existing_tags = ", ".join(annotations.tags) or "none"
             raise ValueError(f"run {run.name} has no tag {unknown_tags[0]!r}. Existing tags: {existing_tags}")
-        remaining = {name: value for name, value in annotations.tags.items() if name not in set(removed_tags)}
-        annotations.tags = remaining | dict(tags or {})
+        kept_tags = {name: value for name, value in annotations.tags.items() if name not in set(removed_tags)}
+        annotations.tags = kept_tags | dict(tags or {})
         if archived is not None:
             annotations.archived = archived
         if note is not None:

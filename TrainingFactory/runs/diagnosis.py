@@ -49,7 +49,7 @@ class Diagnosis:
             return None
 
     @property
-    def by_severity(self) -> list[Finding]:
+    def sorted_findings(self) -> list[Finding]:
         return sorted(self.findings, key=lambda finding: SEVERITIES.index(finding.severity))
 
     @property
@@ -59,4 +59,4 @@ class Diagnosis:
 
     @property
     def as_json(self) -> dict[str, Any]:
-        return {"facts": self.facts, "findings": [asdict(finding) for finding in self.by_severity]}
+        return {"facts": self.facts, "findings": [asdict(finding) for finding in self.sorted_findings]}

@@ -64,10 +64,10 @@ def format_reward(reward: Reward | None) -> str:
 
 def pick_best_and_worst(episodes: Sequence[Trajectory]) -> dict[str, Trajectory]:
     """Return the episodes with the highest and lowest reward, by label; a single one if all rewards are equal."""
-    scored = [(e.reward.outcome + sum(e.reward.steps), e) for e in episodes if e.reward]
-    if not scored:
+    scored_pairs = [(e.reward.outcome + sum(e.reward.steps), e) for e in episodes if e.reward]
+    if not scored_pairs:
         return {"not scored": episodes[0]} if episodes else {}
-    ranking = sorted(scored, key=lambda pair: -pair[0])
+    ranking = sorted(scored_pairs, key=lambda pair: -pair[0])
     are_equal = ranking[0][0] == ranking[-1][0]
     return {"all alike": ranking[0][1]} if are_equal else {"best": ranking[0][1], "worst": ranking[-1][1]}
 

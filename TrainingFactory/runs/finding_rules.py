@@ -31,16 +31,16 @@ StepMetrics = dict[str, float]
 class StepWindow:
     """Metrics that a rule compares: of the latest steps, of earlier steps, and of the first steps of the run."""
 
-    recent: Sequence[StepMetrics]
-    initial: Sequence[StepMetrics]
-    earlier: Sequence[StepMetrics]
+    steps: Sequence[StepMetrics]  # the latest
+    first_steps: Sequence[StepMetrics]
+    past_steps: Sequence[StepMetrics]  # before the latest
     episodes: Sequence[Trajectory]  # of the last step
     max_logprob_diff: float
 
     def collect(self, metric: str) -> list[float]:
         """Return the metric's values in the last steps; an empty list if a step lacks the metric."""
-        values = _collect(self.recent, metric)
-        return values if len(values) == len(self.recent) else []
+        values = _collect(self.steps, metric)
+        return values if len(values) == len(self.steps) else []
 
     def compute_mean(self, metric: str) -> float:
         return fmean(self.collect(metric) or [0.0])
@@ -85,9 +85,9 @@ class FindingTracker:
             self._first_steps.append(metrics)
         if len(self._recent_steps) < self._num_steps:
             return []
-        recent, earlier = self._recent_steps[-self._num_steps :], self._recent_steps[: -self._num_steps]
-        window = StepWindow(recent, self._first_steps, earlier, episodes, self._max_logprob_diff)
-        last_window = replace(window, recent=recent[-1:])
+        steps, past_steps = self._recent_steps[-self._num_steps :], self._recent_steps[: -self._num_steps]
+        window = StepWindow(steps, self._first_steps, past_steps, episodes, self._max_logprob_diff)
+        last_window = replace(window, steps=steps[-1:])
         changes: list[FindingChange] = []
         for rule in FINDING_RULES:
             if (sentence := rule.detect(window)) is not None:
@@ -118,12 +118,12 @@ def find_unparsed_call(episodes: Sequence[Trajectory]) -> str | None:
 
 
 def _detect_no_tool_call(window: StepWindow) -> str | None:
-    if not all(row.get("tools_offered") for row in window.recent):
+    if not all(row.get("tools_offered") for row in window.steps):
         return None
-    if any(row.get("episodes/called", 0) > MIN_CALL_SHARE * row.get("episodes", 0) for row in window.recent):
+    if any(row.get("episodes/called", 0) > MIN_CALL_SHARE * row.get("episodes", 0) for row in window.steps):
         return None
-    num_called, total = (sum(_collect(window.recent, name)) for name in ("episodes/called", "episodes"))
-    subject = f"Only {num_called:.0f} of {total:.0f} episodes" if num_called else "No episode"
+    num_called, num_total = (sum(_collect(window.steps, name)) for name in ("episodes/called", "episodes"))
+    subject = f"Only {num_called:.0f} of {num_total:.0f} episodes" if num_called else "No episode"
     example = find_unparsed_call(window.episodes)
     if example is not None:
         return f"{subject} called a tool, but this reply looks like a call that was not parsed: {example!r}"
@@ -131,73 +131,76 @@ def _detect_no_tool_call(window: StepWindow) -> str | None:
 
 
 def _detect_truncation(window: StepWindow) -> str | None:
-    shares = [row["episodes/truncated"] / row["episodes"] for row in window.recent if row.get("episodes")]
-    if len(shares) == len(window.recent) and min(shares) > 0.5:
+    shares = [row["episodes/truncated"] / row["episodes"] for row in window.steps if row.get("episodes")]
+    if len(shares) == len(window.steps) and min(shares) > 0.5:
         return f"{shares[-1]:.0%} of the episodes were truncated at a length limit"
 
 
 def _detect_ties(window: StepWindow) -> str | None:
     rewards = [episode.reward for episode in window.episodes if episode.reward is not None]
     distinct_rewards = {(reward.outcome, *reward.steps) for reward in rewards}
-    are_equal = len(distinct_rewards) < 2 and not any(row.get("reward_std", 1.0) for row in window.recent)
-    is_solved = window.compute_mean("accuracy") > 0.9 and len(window.earlier) >= START_STEPS
+    are_equal = len(distinct_rewards) < 2 and not any(row.get("reward_std", 1.0) for row in window.steps)
+    is_solved = window.compute_mean("accuracy") > 0.9 and len(window.past_steps) >= START_STEPS
     if (
         is_solved
         or not window.collect("reward")
-        or (not are_equal and any(row.get("rows") for row in window.recent))
+        or (not are_equal and any(row.get("rows") for row in window.steps))
     ):
         return None
     if are_equal:
-        reward = window.recent[-1]["reward"]
+        reward = window.steps[-1]["reward"]
         return f"All episodes got the same reward ({reward:g}), so all advantages are zero"
     return "In every group all episodes got the same reward, so all advantages are zero"
 
 
 def _detect_wrong_rewarded(window: StepWindow) -> str | None:
-    right, wrong = window.collect("reward_right"), window.collect("reward_wrong")
-    if right and wrong and all(bad > good / 2 > 0 for good, bad in zip(right, wrong, strict=True)):
-        return f"Episodes with a wrong outcome get a mean reward of {wrong[-1]:.3g}, correct ones {right[-1]:.3g}"
+    right_means, wrong_means = window.collect("reward_right"), window.collect("reward_wrong")
+    pairs = zip(right_means, wrong_means, strict=True)
+    if right_means and wrong_means and all(wrong > right / 2 > 0 for right, wrong in pairs):
+        right, wrong = right_means[-1], wrong_means[-1]
+        return f"Episodes with a wrong outcome get a mean reward of {wrong:.3g}, correct ones {right:.3g}"
 
 
 def _detect_entropy_drop(window: StepWindow) -> str | None:
-    entropies, base = window.collect("entropy"), _collect(window.initial, "entropy")
-    if not entropies or not base or not window.earlier or "reward" not in window.recent[-1]:
+    entropies, first_values = window.collect("entropy"), _collect(window.first_steps, "entropy")
+    if not entropies or not first_values or not window.past_steps or "reward" not in window.steps[-1]:
         return None
     accuracy = window.compute_mean("accuracy")
-    if accuracy < 0.8 and max(entropies) < 0.1 * median(base):
-        return f"Entropy fell from {median(base):.3g} to {entropies[-1]:.3g} at an accuracy of {accuracy:.0%}"
+    if accuracy < 0.8 and max(entropies) < 0.1 * median(first_values):
+        return f"Entropy fell from {median(first_values):.3g} to {entropies[-1]:.3g} at an accuracy of {accuracy:.0%}"
 
 
 def _detect_length_jump(window: StepWindow) -> str | None:
-    tokens, earlier = window.collect("length"), _collect(window.earlier, "length")
-    earlier_rewards = _collect(window.earlier, "reward") or [0.0]
-    if len(earlier) < START_STEPS or window.compute_mean("reward") > fmean(earlier_rewards):
+    lengths, old_lengths = window.collect("length"), _collect(window.past_steps, "length")
+    earlier_rewards = _collect(window.past_steps, "reward") or [0.0]
+    if len(old_lengths) < START_STEPS or window.compute_mean("reward") > fmean(earlier_rewards):
         return None
-    if tokens and min(tokens) > 2 * median(earlier):
-        return f"Sampled tokens per episode rose from {median(earlier):.0f} to {tokens[-1]:.0f} without a higher reward"
+    if lengths and min(lengths) > 2 * median(old_lengths):
+        change = f"from {median(old_lengths):.0f} to {lengths[-1]:.0f}"
+        return f"Sampled tokens per episode rose {change} without a higher reward"
 
 
 def _detect_logprob_gap(window: StepWindow) -> str | None:
     # With policy lag, tokens of older weights differ anyway and importance weights correct for it.
-    metric = "mismatch" if "staleness_gap" in window.recent[-1] else "logprob_diff"
+    metric = "mismatch" if "staleness_gap" in window.steps[-1] else "logprob_diff"
     if (gaps := window.collect(metric)) and min(gaps) > (max_gap := window.max_logprob_diff):
         return f"Log-probs of sampler and learner differ by {gaps[-1]:.3g} per token (limit {max_gap:g})"
 
 
 def _detect_gradient_jump(window: StepWindow) -> str | None:
-    if all(row.get("skipped") for row in window.recent):
+    if all(row.get("skipped") for row in window.steps):
         return "The gradient is not finite, so the optimizer skips every update"
-    norms, earlier_norms = window.collect("grad_norm"), _collect(window.earlier, "grad_norm")
+    norms, earlier_norms = window.collect("grad_norm"), _collect(window.past_steps, "grad_norm")
     if not norms or len(earlier_norms) < START_STEPS:
         return None
-    baseline = max(median(earlier_norms), median(_collect(window.initial, "grad_norm") or [0.0]))
+    baseline = max(median(earlier_norms), median(_collect(window.first_steps, "grad_norm") or [0.0]))
     if min(norms) > 5 * baseline:
         return f"The gradient norm rose from {baseline:.3g} to {norms[-1]:.3g}"
 
 
 def _detect_judge_failures(window: StepWindow) -> str | None:
-    requests = [row.get("judge/requests", 0.0) + row.get("judge/cached", 0.0) for row in window.recent]
-    failures = [sum(v for k, v in row.items() if k.startswith("judge/failed_")) for row in window.recent]
+    requests = [row.get("judge/requests", 0.0) + row.get("judge/cached", 0.0) for row in window.steps]
+    failures = [sum(v for k, v in row.items() if k.startswith("judge/failed_")) for row in window.steps]
     if all(total and num_failed > 0.2 * total for num_failed, total in zip(failures, requests, strict=True)):
         return f"{failures[-1]:.0f} of {requests[-1]:.0f} judge requests failed"
 
@@ -209,9 +212,9 @@ def _detect_filtering(window: StepWindow) -> str | None:
 
 def _detect_tool_success_drop(window: StepWindow) -> str | None:
     shares = window.collect("tool_success")
-    earlier_shares = [_collect(rows, "tool_success") for rows in (window.initial, window.earlier)]
+    earlier_shares = [_collect(rows, "tool_success") for rows in (window.first_steps, window.past_steps)]
     baselines = [fmean(shares_before) for shares_before in earlier_shares if shares_before]
-    if shares and baselines and len(window.earlier) >= START_STEPS and max(shares) < max(baselines) - 0.25:
+    if shares and baselines and len(window.past_steps) >= START_STEPS and max(shares) < max(baselines) - 0.25:
         return f"The share of successful tool calls fell from {max(baselines):.0%} to {shares[-1]:.0%}"
 
 
@@ -242,9 +245,9 @@ def _detect_folds_every_turn(window: StepWindow) -> str | None:
 
 def _detect_summary_growth(window: StepWindow) -> str | None:
     lengths = window.collect("fold/summary_tokens")
-    earlier = _collect(window.earlier, "fold/summary_tokens")
-    if lengths and len(earlier) >= START_STEPS and min(lengths) > 1.5 * median(earlier):
-        return f"Summaries grew from {median(earlier):.0f} to {lengths[-1]:.0f} tokens"
+    earlier_lengths = _collect(window.past_steps, "fold/summary_tokens")
+    if lengths and len(earlier_lengths) >= START_STEPS and min(lengths) > 1.5 * median(earlier_lengths):
+        return f"Summaries grew from {median(earlier_lengths):.0f} to {lengths[-1]:.0f} tokens"
     if (cut_shares := window.collect("fold/summaries_cut")) and min(cut_shares) > 0.5:
         return f"{cut_shares[-1]:.0%} of the summaries were cut at environment.context.summary_tokens"
 
@@ -253,7 +256,7 @@ def _detect_dropped_forks(window: StepWindow) -> str | None:
     counts = window.collect("branching/dropped")
     if counts and min(counts) > 0:
         return f"{counts[-1]:.0f} forks of the last step were dropped because their environment could not be forked"
-    if counts and not _collect(window.recent, "branching/forks"):
+    if counts and not _collect(window.steps, "branching/forks"):
         return "training.branching is set, but no episode forked"
 
 

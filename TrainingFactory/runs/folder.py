@@ -103,7 +103,7 @@ _STATUS_ADAPTER = TypeAdapter(Status)  # built once, because building it takes l
 class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock: int | None = None
+        self._lock_descriptor: int | None = None
 
     @property
     def name(self) -> str:
@@ -185,22 +185,22 @@ class RunFolder:
 
     def lock(self) -> None:
         """Lock the run against other writers; the operating system releases the lock when this process exits."""
-        if fcntl is None or self._lock is not None:
+        if fcntl is None or self._lock_descriptor is not None:
             return
         descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         for _ in range(3):  # `_is_locked` of another process may hold it for a moment
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self._lock = descriptor
+                self._lock_descriptor = descriptor
                 return
             time.sleep(0.1)
         os.close(descriptor)
         raise ValueError(f"run {self.name} is in use by another process. Stop that process, or wait for it")
 
     def unlock(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        if self._lock_descriptor is not None:
+            os.close(self._lock_descriptor)
+            self._lock_descriptor = None
 
     def discard(self) -> None:
         """Remove a run that failed before its first step."""
@@ -321,15 +321,15 @@ class RunFolder:
         return file_sizes
 
     def prune(
-        self, keep_last: int, keep_every: int | None, keep_best: bool = False, states: str = "all"
+        self, keep_last: int, keep_every: int | None, keep_best: bool = False, optimizer_states: str = "all"
     ) -> None:
         """Keep the last `keep_last` checkpoints, those at every `keep_every` steps and, with `keep_best`, the best;
-        remove the others. If `states` is "newest", remove the optimizer state of all but the newest."""
+        remove the others. If `optimizer_states` is "newest", remove the optimizer state of all but the newest."""
         best_checkpoint = self.best() if keep_best else None
         for checkpoint in self.checkpoints()[:-keep_last]:
             if checkpoint != best_checkpoint and (keep_every is None or _parse_step(checkpoint) % keep_every):
                 remove_folder(checkpoint)
-        if states == "newest":
+        if optimizer_states == "newest":
             for checkpoint in self.checkpoints()[:-1]:
                 delete_training_state(checkpoint)
 
@@ -345,12 +345,12 @@ class RunFolder:
                     "a new run"
                 )
             if size > offset:
-                requested_lines = self._read_eval_lines(offset) if file_name == EVALUATIONS else b""
+                eval_lines = self._read_eval_lines(offset) if file_name == EVALUATIONS else b""
                 os.truncate(path, offset)
                 with path.open("ab") as file:
-                    file.write(requested_lines)
-        for leftover in (self.path / "checkpoints").glob(".*"):
-            shutil.rmtree(leftover, ignore_errors=True)
+                    file.write(eval_lines)
+        for leftover_folder in (self.path / "checkpoints").glob(".*"):
+            shutil.rmtree(leftover_folder, ignore_errors=True)
         self.remove_unused_images()
 
     def remove_unused_images(self) -> int:
@@ -370,7 +370,7 @@ class RunFolder:
         return b"".join(line for line in lines if b'"by": "eval"' in line and line.endswith(b"\n"))
 
     def _is_locked(self) -> bool:
-        if fcntl is None or self._lock is not None:
+        if fcntl is None or self._lock_descriptor is not None:
             return True
         try:
             with open_regular_file(self.path / "lock") as file:
@@ -429,7 +429,7 @@ def list_runs(runs: str | Path = "runs") -> list[RunFolder]:
     return [RunFolder(path) for path in sorted(paths, key=lambda path: (path / CONFIG).stat().st_mtime)]
 
 
-def pick_name(config: TrainingConfig) -> str:
+def pick_run_name(config: TrainingConfig) -> str:
     """Return a name such as grpo-search-20260131-120000."""
     folder = Path(config.logging.output_dir).expanduser()
     environment_id = config.environment.environment_id or "custom"

@@ -27,8 +27,8 @@ class ChartMetrics(NamedTuple):
 
     title: str
     metrics: dict[str, str]
-    bottom: float | None = None
-    top: float | None = None
+    axis_min: float | None = None
+    axis_max: float | None = None
 
 
 CHART_METRICS = (
@@ -60,7 +60,7 @@ class NotebookHtml:
 
 def render_table(rows: Sequence[Sequence[object]], headers: Sequence[str] = ()) -> Markup:
     """Return rows as an HTML table; the first cell of each row is the row's header."""
-    header_html = "".join(f'<th style="{CELL_STYLE}">{_escape(row_header)}</th>' for row_header in headers)
+    header_html = "".join(f'<th style="{CELL_STYLE}">{_escape(header)}</th>' for header in headers)
     body_html = ""
     for row_header, *cells in rows:
         cells_html = "".join(f'<td style="{CELL_STYLE}">{_escape(cell)}</td>' for cell in cells)
@@ -87,7 +87,7 @@ def make_charts(rows: Rows) -> list[Chart]:
     for chart_metrics in CHART_METRICS:
         curves = [Curve(label, _list_points(rows, name)) for name, label in chart_metrics.metrics.items()]
         if any(curve.points for curve in curves):
-            charts.append(Chart(chart_metrics.title, curves, chart_metrics.bottom, chart_metrics.top))
+            charts.append(Chart(chart_metrics.title, curves, chart_metrics.axis_min, chart_metrics.axis_max))
     return charts[:MAX_CHARTS]
 
 
@@ -130,7 +130,7 @@ class NotebookWatcher:
         self._notes: list[str] = []
         self._phase, self._progress = "", ""
         self._display_handle: Any = None
-        self._drawn_at = 0.0
+        self._last_draw_time = 0.0
 
     def phase(self, name: str) -> None:
         self._phase = name
@@ -140,7 +140,7 @@ class NotebookWatcher:
     def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
         self._rows.append({"step": float(step), **metrics})
         self._progress = f"step {step} of {total}: {format_metrics_line(metrics)}"
-        if step == total or time.monotonic() - self._drawn_at >= REDRAW_SECONDS:
+        if step == total or time.monotonic() - self._last_draw_time >= REDRAW_SECONDS:
             self._draw_charts()
 
     def say(self, text: str) -> None:
@@ -154,7 +154,7 @@ class NotebookWatcher:
         from IPython.core.display import HTML  # pyright: ignore[reportMissingImports]
         from IPython.core.display_functions import display  # pyright: ignore[reportMissingImports]
 
-        self._drawn_at = time.monotonic()
+        self._last_draw_time = time.monotonic()
         if self._display_handle is None:
             self._display_handle = display(HTML(self.render_html()), display_id=True)
         else:

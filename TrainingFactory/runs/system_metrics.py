@@ -19,9 +19,8 @@ from typing import Any
 import psutil
 
 GB = 1e9
-MIN_INTERVAL_SECONDS = (
-    0.2  # seconds between two readings; quicker steps share one, so that reading costs no step time
-)
+# Between two readings; quicker steps share one, so that reading costs no step time.
+MIN_INTERVAL_SECONDS = 0.2
 GPU_INTERVAL_SECONDS = 1.0  # seconds between two readings of the GPUs during a step
 
 
@@ -83,8 +82,8 @@ def read_gpu_metrics(cuda: Any) -> dict[str, float]:
             metrics[f"system/gpu/{device}"] = cuda.utilization(device) / 100
             metrics[f"system/gpu_memory/{device}"] = cuda.device_memory_used(device) / GB
     except Exception:  # no NVML, a driver without it, or a device that it cannot measure (MIG)
-        reserved = {device: cuda.memory_reserved(device) for device in devices}
-        metrics |= {f"system/gpu_memory/{device}": used / GB for device, used in reserved.items() if used}
+        memory = {device: cuda.memory_reserved(device) for device in devices}
+        metrics |= {f"system/gpu_memory/{device}": size / GB for device, size in memory.items() if size}
     return metrics
 
 

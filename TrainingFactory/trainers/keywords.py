@@ -9,7 +9,7 @@ from typing import Any
 
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.names import ALIASES, SHORT_KEYS, expand
-from TrainingFactory.config.schema import ALGORITHMS, sections
+from TrainingFactory.config.schema import ALGORITHMS, get_sections
 
 # Names of TRL that trainers accept besides our own; `trl_keywords.py` translates them.
 TRL_NAMES = (
@@ -39,7 +39,7 @@ def group_by_section(options: Mapping[str, Any], algorithm: str) -> dict[str, An
 def find_sections(key: str, algorithm: str) -> list[str]:
     """Return the names of the sections that have a plain key. If the algorithm's own section has it, return only that
     one."""
-    all_sections = sections()
+    all_sections = get_sections()
     if key in all_sections[algorithm].model_fields:
         return [algorithm]
     common_names = all_sections.keys() - set(ALGORITHMS)
@@ -48,22 +48,22 @@ def find_sections(key: str, algorithm: str) -> list[str]:
     ]
 
 
-def merge_into_section(config: dict[str, Any], section: str, keys: Mapping[str, Any]) -> None:
-    """Add keys to a section of a config; raise if one of them is set already."""
-    current_keys = config.setdefault(section, {})
-    if not isinstance(current_keys, dict):
+def merge_into_section(config: dict[str, Any], section: str, options: Mapping[str, Any]) -> None:
+    """Add options to a section of a config; raise if one of them is set already."""
+    current_options = config.setdefault(section, {})
+    if not isinstance(current_options, dict):
         return  # not a section: the config's own error is clearer
-    if duplicate_keys := sorted(current_keys.keys() & keys.keys()):
+    if duplicate_keys := sorted(current_options.keys() & options.keys()):
         raise ValueError(
             f"{', '.join(duplicate_keys)} is given twice, by itself and in {section}; leave one of them out"
         )
-    current_keys |= keys
+    current_options |= options
 
 
 def with_options(config: TrainingConfig | None, options: dict[str, Any]) -> TrainingConfig:
     """Return the config with the options applied; an option overrides the config's value."""
     config_dict = config.model_dump(exclude_unset=True) if config is not None else {}
-    for section, keys in expand(options).items():
-        is_section = isinstance(keys, Mapping) and isinstance(config_dict.get(section), Mapping)
-        config_dict[section] = config_dict[section] | keys if is_section else keys
+    for section, new_options in expand(options).items():
+        is_section = isinstance(new_options, Mapping) and isinstance(config_dict.get(section), Mapping)
+        config_dict[section] = config_dict[section] | new_options if is_section else new_options
     return TrainingConfig(**config_dict)

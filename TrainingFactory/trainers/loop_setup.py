@@ -73,7 +73,7 @@ class PreparedRun:
         return loaded_model, build_sampler.make_chat(self.config, loaded_model, day, self.watcher.say)
 
 
-def make_order(config: TrainingConfig, num_rows: int) -> TaskOrder:
+def make_task_order(config: TrainingConfig, num_rows: int) -> TaskOrder:
     return TaskOrder(num_rows, config.training.batch_size, config.training.seed, config.data.shuffle)
 
 
@@ -91,7 +91,7 @@ async def make_loop(training: PreparedRun, exit_stack: AsyncExitStack) -> Traini
     run.record_notes(loaded_model.notes)
     dataset, heldout_dataset = await in_thread(_tokenize_datasets, training, loaded_model, chat)
     # The number of rows, and with it that of steps, is known only now: rows that are too long are gone.
-    order = training.order if dataset is None else make_order(config, len(dataset))
+    order = training.order if dataset is None else make_task_order(config, len(dataset))
     num_steps = count_steps(config, order)
 
     algorithm = make_algorithm(config)
@@ -111,7 +111,7 @@ async def make_loop(training: PreparedRun, exit_stack: AsyncExitStack) -> Traini
     if config.logging.record_tools:
         tools.record_to(run.path)
 
-    setup = None
+    setup: RolloutSetup | None = None
     if is_sampling:
         assert environment is not None
         setup = await _make_rollout_setup(training, environment, chat, loaded_model, local_policy, exit_stack)
@@ -170,9 +170,9 @@ def _tokenize_datasets(
     def tokenize(examples: Examples | None, prefix: str) -> TokenizedDataset | None:
         if examples is None:
             return None
-        notify, skip = training.watcher.say, training.config.data.skip_bad_rows
+        notify, skip_bad_rows = training.watcher.say, training.config.data.skip_bad_rows
         return TokenizedDataset(
-            examples, chat, max_length, skip, lambda text: notify(f"note: {prefix}{text}")
+            examples, chat, max_length, skip_bad_rows, lambda text: notify(f"note: {prefix}{text}")
         )
 
     datasets = tokenize(data.examples, ""), tokenize(data.heldout_examples, "held-out: ")
@@ -249,7 +249,7 @@ def _make_source(
     ledger: Ledger,
     setup: RolloutSetup | None,
     dataset: TokenizedDataset | None,
-    steps: int,
+    num_steps: int,
 ) -> Source:
     """Return the source of training groups: dataset rows, expert episodes, or episodes sampled by the policy."""
     config, tasks = training.config, training.data.tasks
@@ -266,17 +266,18 @@ def _make_source(
         max_episodes = max_concurrent_episodes(config, setup.environment)
         return ExpertSource(tasks, order, setup.environment, setup.chat, algorithm, limits, max_episodes)
     rollouts = _make_rollouts(training, setup, setup.reward, make_branching(config))
-    arguments = (tasks, order, rollouts, setup.sampler, algorithm, setup.reward, ledger)
-    options: dict[str, Any] = {
+    source_args = (tasks, order, rollouts, setup.sampler, algorithm, setup.reward, ledger)
+    source_options: dict[str, Any] = {
         "group_size": config.training.group_size,
         "max_unscored": config.reward.max_unscored,
         "filters": EpisodeFilters(config.training.filters),
     }
     max_staleness = config.optimization.effective_max_staleness
     if not max_staleness:
-        return SampledSource(*arguments, **options)
+        return SampledSource(*source_args, **source_options)
     by_arrival = config.optimization.async_order == "arrival"
-    return AsyncSource(*arguments, **options, max_staleness=max_staleness, by_arrival=by_arrival, steps=steps)
+    source_options |= {"max_staleness": max_staleness, "by_arrival": by_arrival, "steps": num_steps}
+    return AsyncSource(*source_args, **source_options)
 
 
 def _get_sampler_metrics(setup: RolloutSetup | None) -> Callable[[], dict[str, float]]:

@@ -100,11 +100,11 @@ def _list_branching_notices(config: TrainingConfig) -> list[tuple[list[str], str
 
 def _list_process_notices(config: TrainingConfig, has_reward: bool) -> list[str]:
     """Return a line about rewards that cannot run in worker processes although `distributed_reward` is set."""
-    optimization, section = config.optimization, config.reward
+    optimization, reward = config.optimization, config.reward
     if not optimization.distributed_reward:
-        unused_key = "optimization.reward_workers: only used with optimization.distributed_reward=true"
-        return [unused_key] if optimization.reward_workers is not None else []
-    reward_parts = [*section.parts.values()] or [{"type": section.type, "options": section.options}]
+        notice = "optimization.reward_workers: only used with optimization.distributed_reward=true"
+        return [notice] if optimization.reward_workers is not None else []
+    reward_parts = [*reward.parts.values()] or [{"type": reward.type, "options": reward.options}]
     typed_options = [(part.get("type", ""), part.get("options") or {}) for part in reward_parts]
     local_types = [kind for kind, options in typed_options if not _can_run_in_worker(kind, options)]
     if has_reward or not local_types:

@@ -17,7 +17,7 @@ async def restore_progress(
     run: RunFolder,
     policy: Policy,
     order: TaskOrder,
-    steps: int,
+    num_steps: int,
     is_resumed: bool,
     is_async: bool,
     notify: Callable[[str], None],
@@ -25,7 +25,7 @@ async def restore_progress(
     """Load the last intact checkpoint, if any, into the policy, and truncate the run's files to its step. `is_async`:
     groups may be sampled before their step."""
     progress = Progress(Ledger(order))
-    offsets: dict[str, int] = {}
+    file_offsets: dict[str, int] = {}
     state = await _load_last_checkpoint(run, policy, notify)
     if state:
         try:
@@ -38,10 +38,11 @@ async def restore_progress(
                 "resume it with optimization.async_rollout=true and optimization.max_staleness above 0"
             )
         progress = Progress(ledger, state["step"], state["seconds"], state.get("unlogged"))
-        offsets = state["offsets"]
-    await in_thread(run.rewind, offsets)
+        file_offsets = state["offsets"]
+    await in_thread(run.rewind, file_offsets)
     if is_resumed:
-        notify(f"resuming after step {progress.steps} of {steps}" + ("" if state else ": no checkpoint yet"))
+        suffix = "" if state else ": no checkpoint yet"
+        notify(f"resuming after step {progress.steps} of {num_steps}{suffix}")
     return progress
 
 

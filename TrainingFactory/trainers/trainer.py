@@ -90,12 +90,12 @@ class Trainer:
         config_keys = self._group_by_section(options)
         merge_into_section(config_keys, "training", {"algorithm": self.algorithm})
         if model is not None:
-            merge_into_section(config_keys, "model", _as_section(model))
-        self._take_reward(reward_function, config_keys)
+            merge_into_section(config_keys, "model", _as_model_section(model))
+        self._store_reward(reward_function, config_keys)
         if allocation_id is not None:
             merge_into_section(config_keys, "compute", {"allocation_id": allocation_id})
             self.objects.allocation = None if isinstance(allocation_id, str) else allocation_id
-        self._take_tools([*self._take_environment(environment, config_keys), *as_list(tools)], config_keys)
+        self._store_tools([*self._store_environment(environment, config_keys), *as_list(tools)], config_keys)
         for key, value in {"tasks": tasks, "dataset": dataset, "heldout": heldout}.items():
             if isinstance(value, str | Path):
                 merge_into_section(config_keys, "data", {key: value})
@@ -103,7 +103,7 @@ class Trainer:
         self._name, self._resume, self._replay = name, resume, replay
         self._watcher = watcher
         self._run_folder: Path | None = None
-        self._use_config(with_options(config, config_keys))
+        self._set_config(with_options(config, config_keys))
 
     def train(self, config: TrainingConfig | Mapping[str, Any] | None = None) -> TrainingReport:
         """Train and return a report. Options in `config` override those of the trainer. Works in a script, in a
@@ -158,7 +158,7 @@ class Trainer:
 
     def _override_config(self, config: TrainingConfig | Mapping[str, Any] | None) -> None:
         if config is not None:
-            self._use_config(with_options(self.config, self._group_by_section(config)))
+            self._set_config(with_options(self.config, self._group_by_section(config)))
 
     def _make_training(self) -> Training:
         """Return the run that `train()` executes: a new one, or with `resume` the existing run of that name."""
@@ -178,26 +178,26 @@ class Trainer:
         training = Training(
             config, name=self._name, run=run, objects=self.objects, watcher=watcher, replay=self._replay
         )
-        steps = pluralize(training.num_steps, "step")
-        watcher.say(f"run {training.run.name} in {training.run.path}: {steps}")
+        steps_text = pluralize(training.num_steps, "step")
+        watcher.say(f"run {training.run.name} in {training.run.path}: {steps_text}")
         return training
 
     def _group_by_section(self, config: TrainingConfig | Mapping[str, Any]) -> dict[str, Any]:
         """Return the options in sections, without the algorithm; raise if it is another than the trainer's."""
         if isinstance(config, TrainingConfig):
-            keys = expand(config.model_dump(exclude_unset=True))
+            sections = expand(config.model_dump(exclude_unset=True))
         else:
-            keys = expand(group_by_section(config, self.algorithm))
-        training = keys.get("training")
+            sections = expand(group_by_section(config, self.algorithm))
+        training = sections.get("training")
         name = training.pop("algorithm", self.algorithm) if isinstance(training, dict) else self.algorithm
         if name != self.algorithm:
             raise ValueError(
                 f"training.algorithm is {name}, but {type(self).__name__} trains with {self.algorithm}; leave it out, "
                 "or use the trainer of that algorithm"
             )
-        return keys
+        return sections
 
-    def _use_config(self, config: TrainingConfig) -> None:
+    def _set_config(self, config: TrainingConfig) -> None:
         """Set the trainer's config, and parse the caller's rows with it."""
         self.config, objects = config, self.objects
         if objects.environment is not None and config.environment.options:
@@ -221,7 +221,7 @@ class Trainer:
                 "in worker processes, name it: reward.type=function"
             )
 
-    def _take_reward(self, reward: Any, keys: dict[str, Any]) -> None:
+    def _store_reward(self, reward: Any, keys: dict[str, Any]) -> None:
         """Store a reward: the name of a reward type in the config keys `keys`, a callable in the trainer's objects."""
         if callable(reward):
             self.objects.reward = as_reward(reward)
@@ -234,7 +234,7 @@ class Trainer:
                 "TrainingFactory.rewards.combined, or in a config with reward.parts"
             )
 
-    def _take_environment(self, environment: EnvironmentLike | None, keys: dict[str, Any]) -> list[Any]:
+    def _store_environment(self, environment: EnvironmentLike | None, keys: dict[str, Any]) -> list[Any]:
         """Store an environment: a name or a section in the config keys `keys`, an object in the trainer's objects.
         Return the tools in the section."""
         if isinstance(environment, Mapping):
@@ -254,10 +254,10 @@ class Trainer:
             self.objects.environment = as_environment_factory(environment)
         return []
 
-    def _take_tools(self, tools: list[Any], keys: dict[str, Any]) -> None:
+    def _store_tools(self, tools: list[Any], keys: dict[str, Any]) -> None:
         """Store tools: those given by name in the config keys `keys`, all others in the trainer's objects."""
-        if entries := [entry for entry in tools if isinstance(entry, str | Mapping)]:
-            keys["tools"] = entries
+        if tool_entries := [entry for entry in tools if isinstance(entry, str | Mapping)]:
+            keys["tools"] = tool_entries
         self.objects.tools = [as_tool(entry) for entry in tools if not isinstance(entry, str | Mapping)]
 
 
@@ -285,12 +285,11 @@ def _as_rows(rows: Any) -> Any:
     return list(rows) if isinstance(rows, Iterator) else rows
 
 
-def _as_section(model: ModelLike) -> Mapping[str, Any]:
+def _as_model_section(model: ModelLike) -> Mapping[str, Any]:
     if isinstance(model, Mapping | str | Path):
         return model if isinstance(model, Mapping) else {"name": model}
-    from TrainingFactory.models.faces import (
-        FamilyModel,
-    )  # torch, which a caller with such an object has imported
+    # This imports torch, which a caller with such an object has imported.
+    from TrainingFactory.models.faces import FamilyModel
 
     if not isinstance(model, FamilyModel):
         raise ValueError(

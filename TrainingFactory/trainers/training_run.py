@@ -21,11 +21,11 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.promotion.model_registry import ModelRegistry
 from TrainingFactory.protocols import EnvironmentFactory
 from TrainingFactory.resolve import factories
-from TrainingFactory.runs.folder import NOTES_KEY, RunFolder, TrainingReport, pick_name
+from TrainingFactory.runs.folder import NOTES_KEY, RunFolder, TrainingReport, pick_run_name
 from TrainingFactory.runs.notebook_view import make_default_watcher
 from TrainingFactory.runs.tracking import Watcher
 from TrainingFactory.tools.threads import in_thread
-from TrainingFactory.trainers.loop_setup import PreparedRun, count_steps, make_loop, make_order
+from TrainingFactory.trainers.loop_setup import PreparedRun, count_steps, make_loop, make_task_order
 from TrainingFactory.trainers.resolution import ResolvedConfig, resolve_config, validate_config
 from TrainingFactory.training.dataset import UserObjects, check_unchanged, gather_data
 from TrainingFactory.training.interrupts import Interrupts
@@ -55,18 +55,18 @@ class Training(PreparedRun):
         if run is not None:
             replay = replay or run.run_info.get("replay")
         self.learners = Learners(config if run is None else None)
-        resolved = resolve_config(config, run, objects or UserObjects(), self.watcher.say)
-        self.written_config = resolved.written_config
-        self.config = resolved.config
-        self.objects = resolved.objects
-        self.allocation = resolved.allocation
+        resolved_config = resolve_config(config, run, objects or UserObjects(), self.watcher.say)
+        self.written_config = resolved_config.written_config
+        self.config = resolved_config.config
+        self.objects = resolved_config.objects
+        self.allocation = resolved_config.allocation
         try:
-            reward = validate_config(resolved)
+            reward = validate_config(resolved_config)
             self.tools = RunTools(self.config, self.objects.tools, replay, self.objects.cache)
             with factories.add_searched_places("datasets"):
-                self.data = gather_data(self.config, self.objects, self._load_environment(resolved))
+                self.data = gather_data(self.config, self.objects, self._load_environment(resolved_config))
             self.config = with_vision(self.config, self.data.environment, self.data.tasks, self.data.examples)
-            self.order = make_order(self.config, self.data.size)
+            self.order = make_task_order(self.config, self.data.size)
             self.num_steps = count_steps(self.config, self.order)  # fewer if rows turn out to be too long
             check_steps(self.config, self.num_steps)
             train_tasks = self.data.tasks if KINDS[self.config.training.algorithm].samples else ()
@@ -77,13 +77,14 @@ class Training(PreparedRun):
                 run_info = describe_start(
                     self.written_config, objects or UserObjects(), self.tools, self.data
                 )
-                run = self.create_run(name or pick_name(self.config), run_info | {NOTES_KEY: resolved.notes})
+                notes = {NOTES_KEY: resolved_config.notes}
+                run = self.create_run(name or pick_run_name(self.config), run_info | notes)
             else:
                 self._check_unchanged(run)
             self.run = run
             self.run.lock()
         except BaseException:
-            self._release()
+            self._release_allocation()
             raise
 
     def _load_environment(self, resolved_config: ResolvedConfig) -> EnvironmentFactory | None:
@@ -92,10 +93,10 @@ class Training(PreparedRun):
         if objects.environment is not None:
             return None
         has_rows = objects.examples is not None or config.data.dataset is not None
-        is_named = (
+        is_environment_named = (
             bool(config.environment.environment_id or config.environment.command) or self.tools.is_needed
         )
-        if has_rows and not is_named:
+        if has_rows and not is_environment_named:
             return None
 
         def add_note(text: str) -> None:
@@ -123,7 +124,7 @@ class Training(PreparedRun):
     async def train_async(self) -> TrainingReport:
         """Train on the running event loop; otherwise like `train`."""
         async with AsyncExitStack() as exit_stack:
-            exit_stack.callback(self._release)
+            exit_stack.callback(self._release_allocation)
             exit_stack.callback(self.run.unlock)
             exit_stack.push_async_callback(self.tools.close)
             try:
@@ -135,28 +136,29 @@ class Training(PreparedRun):
                 raise
             report = await loop.train()
             if report.state == "finished":
-                report.version = await in_thread(self._register)
+                report.version = await in_thread(self._register_model)
             await self.learners.end_ranks(report)
             return report
 
-    def _release(self) -> None:
+    def _release_allocation(self) -> None:
         if self.allocation is not None:
             self.allocation.release()
 
-    def _register(self) -> str | None:
+    def _register_model(self) -> str | None:
         """Register the trained model if `registry.name` is set. A failure is reported as a warning, because the run
         itself is finished."""
-        section, output_dir = self.config.registry, self.config.logging.output_dir
-        if section.name is None:
+        registry, output_dir = self.config.registry, self.config.logging.output_dir
+        if registry.name is None:
             return None
-        checkpoint = f"{self.run.path}@{section.checkpoint}"
+        checkpoint = f"{self.run.path}@{registry.checkpoint}"
         try:
-            version = ModelRegistry(section.path, output_dir).register(section.name, checkpoint)
+            version = ModelRegistry(registry.path, output_dir).register(registry.name, checkpoint)
         except (ValueError, OSError) as error:
-            option = "" if section.path is None else f" --registry {section.path}"
+            registry_option = "" if registry.path is None else f" --registry {registry.path}"
             self.watcher.say(
                 f"WARNING the run is finished but could not be registered: {error}. Fix the problem, then run: "
-                f"tfactory registry register {section.name} {shlex.quote(checkpoint)} --runs {output_dir}{option}"
+                f"tfactory registry register {registry.name} {shlex.quote(checkpoint)} --runs {output_dir}"
+                f"{registry_option}"
             )
             return None
         self.watcher.say(f"registered as {version}")

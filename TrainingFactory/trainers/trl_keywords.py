@@ -178,9 +178,9 @@ class TRLTranslation:
         if not self.is_sampling:
             self.keys["training.batch_size"] = update_size
             return
-        steps = sizes.get("steps_per_generation", sizes.get("gradient_accumulation_steps", 1))
+        accumulation_steps = sizes.get("steps_per_generation", sizes.get("gradient_accumulation_steps", 1))
         generation_size = sizes.get(
-            "generation_batch_size", sizes.get("per_device_train_batch_size", 8) * steps
+            "generation_batch_size", sizes.get("per_device_train_batch_size", 8) * accumulation_steps
         )
         trl_arguments = ", ".join(f"{name}={value}" for name, value in sizes.items())
         if generation_size % group_size or generation_size % update_size:
@@ -293,10 +293,10 @@ def _translate_adapter(config: Any) -> dict[str, Any]:
     }
     unknown_fields = sorted(adapter.keys() - IGNORED_LORA_FIELDS)
     if unknown_fields or getattr(config, "peft_type", "LORA") != "LORA":
-        unsupported = ", ".join(unknown_fields) or f"type {config.peft_type}"
-        supported = f"{', '.join(LORA_FIELDS.values())} and target_modules"
+        unsupported_names = ", ".join(unknown_fields) or f"type {config.peft_type}"
+        supported_keys = f"{', '.join(LORA_FIELDS.values())} and target_modules"
         raise ValueError(
-            f"peft_config has {unsupported}, which has no counterpart here; the section lora has {supported}"
+            f"peft_config has {unsupported_names}, which has no counterpart here; the section lora has {supported_keys}"
         )
     if modules:
         keys["lora.target_modules"] = modules if isinstance(modules, str) else sorted(modules)

@@ -159,7 +159,7 @@ class TrainingLoop:
             metrics = metrics | await self.interrupts.interruptible(self._evaluate_heldout())
             self.progress.unlogged_metrics = None
             await self._log_metrics(int(metrics.pop("epoch")), metrics)
-        if (reason := self.scores.stop_reason()) is not None:  # killed after it met its stop condition
+        if (reason := self.scores.find_stop_reason()) is not None:  # killed after it met its stop condition
             stream.end()
         self._begin_phase("generate")
         first_step = self.progress.steps  # not measured: its update may compile kernels
@@ -182,7 +182,7 @@ class TrainingLoop:
             if sampler_loss is not None:
                 raise sampler_loss
             await self._act_on_guard(batch.step, self.guards.check_update(metrics, is_last))
-            reason = self.scores.stop_reason()
+            reason = self.scores.find_stop_reason()
             await self._save_if_due(is_last=reason is not None)
             self.interrupts.check()
             if reason is not None:
@@ -318,7 +318,7 @@ class TrainingLoop:
         assert heldout.rollouts is not None and self.sampler is not None
         start_time = time.perf_counter()
         step_name = f"eval-{num_done}"
-        groups = await heldout.rollouts.rollout_batch(heldout.tasks, self.sampler, recorded_as=step_name)
+        groups = await heldout.rollouts.rollout_batch(heldout.tasks, self.sampler, recording_key=step_name)
         await in_thread(self.tools.commit, lambda key: key.step == step_name)
         episodes = [trajectory for group in groups for trajectory in group]
         metrics = self.tools.metrics(lambda key: key.step == step_name)

@@ -146,7 +146,9 @@ class SampledSource:
         """Play a group for each position in the task order, and number the groups. At the end of an epoch, there are
         fewer positions than numbers."""
         tasks = [self._tasks[self._order.get_task_index(position)] for position in positions]
-        groups = await self._rollouts.rollout_batch(tasks, self._sampler, self._group_size, step, names=names)
+        groups = await self._rollouts.rollout_batch(
+            tasks, self._sampler, self._group_size, step, group_names=names
+        )
         adjusted_groups = [self._algorithm.adjusted(group) for group in groups]
         slots = [
             (number, attempt, position) for number, position in zip(group_numbers, positions, strict=False)

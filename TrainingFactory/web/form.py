@@ -21,7 +21,7 @@ from TrainingFactory.common.texts import iter_secrets, replace_surrogates
 from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.config.loading import key_value
 from TrainingFactory.config.problems import ConfigError, Problem, dotted
-from TrainingFactory.config.schema import ALGORITHMS, sections
+from TrainingFactory.config.schema import ALGORITHMS, get_sections
 from TrainingFactory.data.datasets import is_path, read_rows
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.resolve.factories import resolve_ids
@@ -117,7 +117,7 @@ def list_options() -> Options:
     """Return the sections of the config form with their options."""
     groups = []
     for name in TrainingConfig.model_fields:
-        section = sections().get(name)
+        section = get_sections().get(name)
         if section is None:  # tools, a list
             fields = [_make_option(name, {"type": "array", "default": []})]
         else:
@@ -245,6 +245,6 @@ def dump_yaml(config: TrainingConfig) -> str:
 
 def flatten_options(config: TrainingConfig) -> dict[str, Any]:
     options: dict[str, Any] = {"tools": config.model_dump()["tools"]}
-    for name in sections():
+    for name in get_sections():
         options |= {f"{name}.{key}": value for key, value in getattr(config, name).model_dump().items()}
     return options

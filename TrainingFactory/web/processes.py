@@ -18,7 +18,7 @@ from TrainingFactory.common.http.api import ApiError
 from TrainingFactory.common.texts import escape_control
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.disk import open_regular_file
-from TrainingFactory.runs.folder import RunFolder, is_run, pick_name
+from TrainingFactory.runs.folder import RunFolder, is_run, pick_run_name
 from TrainingFactory.web.form import with_runs_folder
 
 START_CONFIG = "start.yaml"  # in a run's folder: the config that the form sent
@@ -33,7 +33,7 @@ async def train(
     config_text: str, config: TrainingConfig, name: str | None, runs_folder: Path
 ) -> tuple[str, str]:
     """Start `tfactory train` with a config's YAML and wait until it begins; return the run's name and the command."""
-    name = name or pick_name(with_runs_folder(config, runs_folder))
+    name = name or pick_run_name(with_runs_folder(config, runs_folder))
     folder, staging = runs_folder / name, runs_folder / f".{name}.part"
     if not re.fullmatch(r"\w[\w.+-]*", name):
         raise ApiError(f"invalid run name {name!r}: use letters, digits and . _ + - only", "name")

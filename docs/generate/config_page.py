@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from TrainingFactory.config.schema import ToolEntry, TrainingConfig, sections
+from TrainingFactory.config.schema import ToolEntry, TrainingConfig, get_sections
 from TrainingFactory.config.section import Section
 from TrainingFactory.web.form import HELP_TEXTS
 
@@ -25,7 +25,7 @@ TYPES = {"boolean": "true, false", "array": "list", "object": "mapping", "string
 def config_page() -> str:
     parts = [HEAD]
     for name in TrainingConfig.model_fields:
-        section = sections().get(name, ToolEntry)  # tools is a list of entries
+        section = get_sections().get(name, ToolEntry)  # tools is a list of entries
         text = HELP_TEXTS.get(name) or f"Options of `training.algorithm: {name}`."
         parts.append(f"## {name}\n\n{text}\n\n" + section_table(name, section))
     return "\n".join(parts)

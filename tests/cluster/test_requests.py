@@ -38,7 +38,7 @@ async def test_the_early_check_counts_the_gpus_that_will_be_requested(
 
         async def close(self) -> None: ...
 
-        async def check(self, bundles: Sequence[Any], what: str) -> None:
+        async def check_capacity(self, bundles: Sequence[Any], what: str) -> None:
             checked.extend(bundles)
 
     monkeypatch.setattr(fleet, "RaySession", Session)

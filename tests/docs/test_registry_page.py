@@ -21,7 +21,7 @@ def test_the_suite_and_the_keys(tmp_path: Path) -> None:
     [suite] = [text for text in PAGE.of("yaml") if "gate:" in text]
     (tmp_path / "release.yaml").write_text(suite)
     gate = load_suite(str(tmp_path / "release.yaml"))[0].gate
-    assert gate is not None and gate.level == -0.02 and len(gate.guards) == 3
+    assert gate is not None and gate.min_difference == -0.02 and len(gate.guards) == 3
     assert all(
         f"{key}:" in suite or f"`{key}`" in PAGE.text for model in (Gate, Guard) for key in model.model_fields
     )

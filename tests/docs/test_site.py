@@ -23,7 +23,7 @@ from docs.generate.python_page import python_page
 from tests.kits.docs import ROOT, Page
 from TrainingFactory.cli.app import app
 from TrainingFactory.config import load_config
-from TrainingFactory.config.schema import ToolEntry, sections
+from TrainingFactory.config.schema import ToolEntry, get_sections
 from TrainingFactory.trainers.notices import list_unused_options
 
 DOCS = ROOT / "docs"
@@ -36,7 +36,7 @@ PRINTED = ["docs/README.md", "docs/PAPERS.md", "docs/PUBLISHED_RESULTS.md"] + [
 
 def test_the_config_reference_has_every_option_with_its_default() -> None:
     page = config_page()
-    for name, section in (sections() | {"tools": ToolEntry}).items():
+    for name, section in (get_sections() | {"tools": ToolEntry}).items():
         for key in section.model_fields:
             [row] = [line for line in page.splitlines() if f'id="{name}.{key}"' in line]
             assert row.count(" | ") == 3 and not row.endswith("|  |"), row

@@ -38,7 +38,7 @@ def test_tasks_are_paired() -> None:
     found = compare(side("a", outcomes("a", "0000000011-1")), side("b", outcomes("b", "1111111001-0")))
     assert found.num_tasks == 11 and len(found.wins) == 7 and len(found.losses) == 2
     assert found.difference.value == pytest.approx(5 / 11)
-    assert found.p == 2 * (1 + 9 + 36) / 2**9  # by hand
+    assert found.p_value == 2 * (1 + 9 + 36) / 2**9  # by hand
     assert found.difference.low < 5 / 11 < found.difference.high
     assert [flip.task_id for flip in found.losses] == ["t8", "t11"]
     assert found.losses[0].success_rates == (1.0, 0.0)
@@ -56,7 +56,7 @@ def test_several_episodes_of_a_task_are_one_pair() -> None:
     one = record_of(played("x", True, False, False, False), played("y", True, True, True, True))
     other = record_of(played("x", True, True, True, False), played("y", True, True, True, True))
     found = compare(side("a", one), side("b", other))
-    assert found.difference.value == 0.25 and found.p == 1.0
+    assert found.difference.value == 0.25 and found.p_value == 1.0
     [flip] = found.wins
     assert flip.success_rates == (0.25, 0.75) and flip.members == (1, 0)
     assert "only 1 of 2 tasks flipped" in found.notes[-1]

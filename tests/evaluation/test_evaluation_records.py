@@ -85,7 +85,7 @@ def test_pass_at_k_and_pass_all_are_those_of_all_choices_of_k_episodes() -> None
         assert statistics.estimate_pass_at(k, tasks) == pytest.approx(sum(at) / 3)
         assert statistics.estimate_pass_all(k, tasks) == pytest.approx(sum(every) / 3)
     assert statistics.estimate_pass_at(6, tasks) is None
-    assert statistics.choose_ks(6) == [1, 2, 4, 6] and statistics.choose_ks(1) == [1]
+    assert statistics.choose_k_values(6) == [1, 2, 4, 6] and statistics.choose_k_values(1) == [1]
 
 
 def test_the_interval_goes_by_tasks() -> None:

@@ -44,9 +44,9 @@ class Scripted:
     dropped_forks: int = 0
 
     async def rollout_batch(
-        self, tasks: Sequence[Task], sampler: Any, group_size: int, step: int, *, names: Sequence[str]
+        self, tasks: Sequence[Task], sampler: Any, group_size: int, step: int, *, group_names: Sequence[str]
     ) -> list[list[Trajectory]]:
-        [task], [name] = tasks, names
+        [task], [name] = tasks, group_names
         self.begun.append(f"{step}/{name}")
         self.running += 1
         first = self.policy_version

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, BeforeValidator
 
 from TrainingFactory.config.names import ALIASES
-from TrainingFactory.config.schema import ALGORITHMS, TrainingConfig, sections
+from TrainingFactory.config.schema import ALGORITHMS, TrainingConfig, get_sections
 from TrainingFactory.trainers.keywords import TRL_NAMES, find_sections
 from TrainingFactory.trainers.trainer import Trainer
 
@@ -82,7 +82,7 @@ def common_keywords() -> dict[str, str]:
     found |= {
         name: str(own[name].annotation) for name in own if name not in ("model", "environment", "options")
     }
-    known = sections()
+    known = get_sections()
     common = {name: section for name, section in known.items() if name not in ALGORITHMS}
     found |= {name: "Mapping[str, Any]" for name in TrainingConfig.model_fields if name not in found}
     for alias, key in ALIASES.items():
@@ -103,7 +103,7 @@ def stub() -> str:
     lines = [HEAD, "class Keywords(TypedDict, total=False):"]
     lines += [f"    {name}: {text}" for name, text in common.items()]
     for algorithm, title in CLASSES.items():
-        fields = sections()[algorithm].model_fields
+        fields = get_sections()[algorithm].model_fields
         own = {name: type_text(field.annotation, field.metadata) for name, field in fields.items()}
         if algorithm == "grpo":
             own["beta"] = "float"  # TRL's name of kl

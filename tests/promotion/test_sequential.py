@@ -5,14 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from TrainingFactory.promotion.sequential import BET_FRACTIONS, find_rejection, log_capital, lower_bound
+from TrainingFactory.promotion.sequential import (
+    BET_FRACTIONS,
+    compute_log_capital,
+    compute_lower_bound,
+    find_rejection,
+)
 
 
 def test_capital_by_hand() -> None:
     better, worse = np.mean(1 + BET_FRACTIONS), np.mean((1 + BET_FRACTIONS) * (1 - BET_FRACTIONS))
-    assert np.exp(log_capital([1.0, -1.0, 0.0])) == pytest.approx([better, worse, worse])
+    assert np.exp(compute_log_capital([1.0, -1.0, 0.0])) == pytest.approx([better, worse, worse])
     # Not worse by 0.2: a tie is a gain of 0.2 / 0.8, and what is lost is all that was put on it.
-    assert np.exp(log_capital([0.0, -1.0], -0.2)) == pytest.approx(
+    assert np.exp(compute_log_capital([0.0, -1.0], -0.2)) == pytest.approx(
         [np.mean(1 + BET_FRACTIONS / 4), np.mean((1 + BET_FRACTIONS / 4) * (1 - BET_FRACTIONS))]
     )
 
@@ -31,13 +36,13 @@ def test_what_is_proved() -> None:
 
 def test_the_bound_is_where_the_proof_ends() -> None:
     found = [1.0, 0.0, 1.0, 0.5, -1.0] * 20
-    low = lower_bound(found, 0.05)
+    low = compute_lower_bound(found, 0.05)
     assert 0.0 < low < np.mean(found)
     assert (
         find_rejection(found, low - 1e-6, 0.05) is not None
         and find_rejection(found, low + 1e-6, 0.05) is None
     )
-    assert lower_bound([-1.0] * 50, 0.05) == pytest.approx(-1.0)
+    assert compute_lower_bound([-1.0] * 50, 0.05) == pytest.approx(-1.0)
 
 
 @pytest.mark.parametrize("flipping", [0.3, 1.0])

@@ -65,7 +65,10 @@ def test_an_entry_fills_what_is_not_set(project: Path) -> None:
     assert talk.environment.environment_id is None and [tool.name for tool in talk.tools] == ["calculator"]
     tasks = factories.resolve_ids(TrainingConfig(data={"tasks": "ds_questions"})).data
     assert (tasks.tasks, tasks.dataset, tasks.count) == ("questions.jsonl", None, 1)
-    assert factories.get_target("Qwen3-4B") == "builtin:tiny" and factories.get_target("Qwen3-8B") is None
+    assert (
+        factories.get_model_target("Qwen3-4B") == "builtin:tiny"
+        and factories.get_model_target("Qwen3-8B") is None
+    )
 
 
 def test_a_run_keeps_what_its_ids_were_found_to_be(project: Path, install: Install) -> None:

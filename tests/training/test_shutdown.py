@@ -216,5 +216,5 @@ def test_a_kill_while_optimizer_state_is_removed(
         == 4
     )
     assert_same_run(whole, run.path)
-    run.prune(2, None, states="newest")
+    run.prune(2, None, optimizer_states="newest")
     assert not (old / TRAINING_STATE_FILES[0]).exists() and not find_modified_files(old)

@@ -23,23 +23,23 @@ def scores(values: list[float], measure: str = "eval/success", **stop_when: floa
 def test_the_first_of_the_best_counts() -> None:
     assert scores([0.1, 0.5, 0.3, 0.5]).best == (10, 0.5)
     assert scores([3.0, 1.0, 2.0], "eval/loss").best == (10, 1.0)
-    assert scores([]).best is None and scores([], patience=1).stop_reason() is None
+    assert scores([]).best is None and scores([], patience=1).find_stop_reason() is None
     both = Scores.from_rows(
         [{"step": 1, "eval/success": 0.2, "eval/loss": 9.0}, {"step": 2, "eval/loss": 1.0}]
     )
-    assert both.points == [(1, 0.2)]  # one measure for the whole run
+    assert both.points == [(1, 0.2)]  # one metric for the whole run
 
 
 def test_when_a_run_ends() -> None:
-    assert scores([0.1, 0.5, 0.5], patience=2).stop_reason() is None
-    ended = scores([0.1, 0.5, 0.5, 0.2], patience=2).stop_reason()
+    assert scores([0.1, 0.5, 0.5], patience=2).find_stop_reason() is None
+    ended = scores([0.1, 0.5, 0.5, 0.2], patience=2).find_stop_reason()
     assert ended is not None and "0.500 (step 10) for 2 evaluations" in ended
-    assert scores([2.0, 1.0, 1.5], "eval/loss", patience=1).stop_reason() is not None
-    assert scores([0.1, 0.89], target=0.9).stop_reason() is None
-    assert "reached 0.900 at step 10" in str(scores([0.1, 0.9], target=0.9, patience=5).stop_reason())
-    assert scores([0.9] * 9).stop_reason() is None
+    assert scores([2.0, 1.0, 1.5], "eval/loss", patience=1).find_stop_reason() is not None
+    assert scores([0.1, 0.89], target=0.9).find_stop_reason() is None
+    assert "reached 0.900 at step 10" in str(scores([0.1, 0.9], target=0.9, patience=5).find_stop_reason())
+    assert scores([0.9] * 9).find_stop_reason() is None
     with pytest.raises(ValueError, match=r"eval/loss.*training.stop_when.patience"):
-        scores([1.0], "eval/loss", target=0.5).stop_reason()
+        scores([1.0], "eval/loss", target=0.5).find_stop_reason()
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_run_ends_early_keeps_its_best_and_decides_the_same_when_resumed(tmp_p
     # The environment's rewards are as good as random, so that it ends long before the last step.
     assert report.state == "finished" and report.steps == len(values) - 1 < 9 and best is not None
     assert values.index(max(values)) == best[0] == report.steps - 2
-    assert run.status.reason == found.stop_reason() and str(run.status.reason) in watcher.said[-1]
+    assert run.status.reason == found.find_stop_reason() and str(run.status.reason) in watcher.said[-1]
     kept = [int(path.name.removeprefix("step-")) for path in run.checkpoints()]
     assert kept == [best[0], report.steps] and best[0] > 0  # with this seed
     assert run.best() == report.best == run.checkpoint_folder(best[0])
@@ -102,7 +102,7 @@ def test_a_run_ends_early_keeps_its_best_and_decides_the_same_when_resumed(tmp_p
     run.write_status(Status("running", report.steps, 9))
     again = go_on(run.path)
     assert (again.state, again.steps, again.rows) == ("finished", report.steps, [])
-    assert run.status.reason == found.stop_reason()
+    assert run.status.reason == found.find_stop_reason()
 
 
 def test_plain_names_come_first() -> None:

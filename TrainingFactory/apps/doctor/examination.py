@@ -37,7 +37,7 @@ from TrainingFactory.runs.finding_rules import FindingTracker
 from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.runs.tracking import Watcher
 from TrainingFactory.sampling import NativeEngine
-from TrainingFactory.trainers.loop_setup import count_steps, make_loop, make_order
+from TrainingFactory.trainers.loop_setup import count_steps, make_loop, make_task_order
 from TrainingFactory.trainers.notices import list_notices, list_unused_options
 from TrainingFactory.trainers.training_run import Training
 from TrainingFactory.training.loop import TrainingLoop
@@ -185,7 +185,7 @@ class DryRun(Training):
 
     async def play(self) -> None:
         """Assemble the run and execute its first step."""
-        num_steps = count_steps(self.full_config, make_order(self.full_config, self.data.size))
+        num_steps = count_steps(self.full_config, make_task_order(self.full_config, self.data.size))
         self.diagnosis.check("config", lambda: check_steps(self.full_config, num_steps))
         async with AsyncExitStack() as stack:
             stack.callback(self.run.unlock)
@@ -207,7 +207,7 @@ class DryRun(Training):
             heldout, sampler = loop.heldout, loop.sampler
             if not is_sampled and heldout.rollouts is not None and heldout.tasks and sampler is not None:
                 episodes = await heldout.rollouts.rollout_batch(
-                    heldout.tasks[:1], sampler, recorded_as="doctor"
+                    heldout.tasks[:1], sampler, recording_key="doctor"
                 )
                 self._check_episodes(episodes[0], is_sampled=True)
             await self._learn(loop, batch, num_steps)

@@ -150,7 +150,7 @@ class ChatServer:
     ) -> list[int]:
         """Fold the conversation of a request and return its new prompt; note the kind of folding in the request. Return
         `prompt` if no turn can be folded."""
-        context = Context.of_messages(request.messages)
+        context = Context.from_messages(request.messages)
         if not context.turns:
             return prompt
         try:

@@ -29,7 +29,7 @@ from TrainingFactory.common.texts import pluralize, replace_surrogates
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.disk import read_small_file
 from TrainingFactory.evaluation.records import read_records
-from TrainingFactory.registry.lineage import describe_node, get_parent, list_ancestors, origin, read_tools
+from TrainingFactory.registry.lineage import describe_node, get_base, get_parent, list_ancestors, read_tools
 from TrainingFactory.runs import folder as run_files
 from TrainingFactory.runs.annotations import ANNOTATIONS_FILE, read_annotations
 from TrainingFactory.runs.folder import CONFIG, ENVIRONMENT, FINDINGS, METRICS, STATUS, RunFolder, is_run
@@ -297,7 +297,7 @@ def make_run_view(run: RunFolder, runs: Runs) -> shapes.RunView:
 def make_lineage_rows(node: shapes.Json) -> list[shapes.Json]:
     descriptions = [(ancestor.get("run"), *describe_node(ancestor)) for ancestor in list_ancestors(node)]
     run_rows = [{"name": run, "what": title, "rows": rows} for run, title, rows in descriptions if run]
-    return [{"name": origin(node), "what": BASE_MODEL, "rows": []}, *run_rows]
+    return [{"name": get_base(node), "what": BASE_MODEL, "rows": []}, *run_rows]
 
 
 def make_evaluation_row(record: shapes.Json) -> shapes.EvaluationRow:
