@@ -52,7 +52,7 @@ ENCODING_ERRORS = "surrogatepass"  # lone surrogates are written and read back u
 def save_trajectories(path: str | Path, trajectories: Iterable[Trajectory], append: bool = False) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    mode, store = "a" if append else "w", ImageStore.beside(path)
+    mode, store = "a" if append else "w", ImageStore.for_file(path)
     with (
         name_file_on_error(path),
         path.open(mode, encoding="utf-8", errors=ENCODING_ERRORS, newline="\n") as file,
@@ -101,7 +101,7 @@ def load_trajectories(
     path: str | Path, group_prefix: str = "", is_growing: bool = False
 ) -> Iterator[Trajectory]:
     """Yield the trajectories whose group name starts with `groups`. `growing`: ignore an incomplete last line."""
-    store = ImageStore.beside(Path(path))
+    store = ImageStore.for_file(Path(path))
     with Path(path).open(encoding="utf-8", errors=ENCODING_ERRORS) as file:
         for line_number, line in enumerate(file, 1):
             if is_growing and not line.endswith("\n"):

@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
-from TrainingFactory.common.event_loop import sigterm_as_ctrl_c
+from TrainingFactory.common.event_loop import treat_sigterm_as_ctrl_c
 
 T = TypeVar("T")
 # Seconds within which signals count as one: `timeout` and some supervisors signal a process and then its whole group.
@@ -63,7 +63,7 @@ class Interrupts:
         with contextlib.suppress(NotImplementedError):  # Windows
             loop.add_signal_handler(signal.SIGINT, self.request_stop)
         try:
-            with sigterm_as_ctrl_c():
+            with treat_sigterm_as_ctrl_c():
                 yield
         finally:
             with contextlib.suppress(NotImplementedError):

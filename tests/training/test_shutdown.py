@@ -14,7 +14,7 @@ import pytest
 
 from tests.kits.run import Parity, Quiet, assert_same_run, brief, go_on, small, train
 from TrainingFactory.assembly.export import export
-from TrainingFactory.common.event_loop import sigterm_as_ctrl_c
+from TrainingFactory.common.event_loop import treat_sigterm_as_ctrl_c
 from TrainingFactory.config.schema import LoggingSection
 from TrainingFactory.data import disk
 from TrainingFactory.data.disk import TRAINING_STATE_FILES, find_modified_files
@@ -99,7 +99,7 @@ def test_two_signals_of_one_request_are_one_and_a_later_one_ends_the_run() -> No
 def test_sigterm_reaches_a_program_that_ignores_ctrl_c() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as shells start background jobs of scripts
     try:
-        with sigterm_as_ctrl_c(), pytest.raises(KeyboardInterrupt):
+        with treat_sigterm_as_ctrl_c(), pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
     finally:
         signal.signal(signal.SIGINT, before)
