@@ -123,7 +123,7 @@ def test_a_run_warns_of_a_full_disk_and_a_short_grace_period(
     newest = RunFolder(whole).checkpoints()[-1]
     size = sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(int(2.5 * size)))
-    monkeypatch.setattr(build, "DISK_SPEED", 1000)
+    monkeypatch.setattr(build, "DISK_BYTES_PER_SECOND", 1000)
     config = small(tmp_path, training={"max_steps": 3}, logging={"checkpoint_every": 1})
     with pytest.raises(RuntimeError, match="broken off"):
         train(config, "b", watcher := Quiet(fail_at=1))
