@@ -307,12 +307,9 @@ class TrainingLoop:
         self._begin_phase("evaluate")
         start_time = time.perf_counter()
         metrics = await self._play_heldout() if self.heldout.tasks else {}
-        if self.heldout.dataset is not None:
-            rows = await in_thread(self._make_heldout_rows, self.heldout.dataset)
-            metrics |= (
-                await self.policy.evaluate(rows, self.progress.steps)
-                | self.heldout.dataset.skipped_row_counts
-            )
+        if (dataset := self.heldout.dataset) is not None:
+            rows = await in_thread(self._make_heldout_rows, dataset)
+            metrics |= await self.policy.evaluate(rows, self.progress.steps) | dataset.skipped_row_counts
         metrics["seconds"] = time.perf_counter() - start_time
         return {f"eval/{name}": value for name, value in metrics.items()}
 
