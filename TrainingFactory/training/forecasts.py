@@ -62,13 +62,11 @@ class CheckpointSpace:
         if needed_bytes <= free_bytes:
             return None
         remedies = [
-            self._find_fitting_options({}, free_bytes),
-            self._find_fitting_options({"optimizer_state": "newest"}, free_bytes),
+            self._find_overrides({}, free_bytes),
+            self._find_overrides({"optimizer_state": "newest"}, free_bytes),
         ]
         if not any(remedies) and self.logging.keep_every is not None:
-            remedies = [
-                self._find_fitting_options({"keep_every": None, "optimizer_state": "newest"}, free_bytes)
-            ]
+            remedies = [self._find_overrides({"keep_every": None, "optimizer_state": "newest"}, free_bytes)]
         remedy = f"Set {' or '.join(filter(None, remedies))}" if any(remedies) else "Free some"
         return (
             f"{folder} has {free_bytes / 1e9:.1f} GB of free disk space, but {self.count_checkpoints(self.logging)} "
@@ -76,7 +74,7 @@ class CheckpointSpace:
             "choose another logging.output_dir"
         )
 
-    def _find_fitting_options(self, changes: dict[str, object], free_bytes: int) -> str | None:
+    def _find_overrides(self, changes: dict[str, object], free_bytes: int) -> str | None:
         """Return config overrides with which the checkpoints fit into `free_bytes` bytes: `changes`, with the largest
         possible `keep_checkpoints`. None: the checkpoints do not fit."""
         for num_checkpoints in range(self.logging.keep_checkpoints, 0, -1):
