@@ -79,7 +79,7 @@ class EpisodeRequests:
             request, node = await in_thread(self._parse, route, body, model)
             if route.counts_tokens:
                 return dialect.make_token_count(len(node.turn.prompt_ids))
-            self._admit(request, node)
+            self._check_limits(request, node)
         except ApiError as error:
             self._event_counts["refused" if error.code in REFUSAL_CODES else "malformed"] += 1
             raise
@@ -129,7 +129,7 @@ class EpisodeRequests:
             text = f"the chat template of this model cannot render the messages and tools: {error}"
             raise ApiError(text, "messages") from error
 
-    def _admit(self, request: ParsedRequest, node: RequestNode) -> None:
+    def _check_limits(self, request: ParsedRequest, node: RequestNode) -> None:
         """Raise ApiError if the episode has no turn or no context left. Count the request as `ignored` if one of its
         sampling parameters or fields is not applied."""
         max_length = self._sampler.max_length
@@ -153,19 +153,19 @@ class EpisodeRequests:
             for name, value in request.settings.items()
             if name != "stream"
         )
-        lowers_max_tokens = any(max_length > max_tokens for max_length in request.token_limits.values())
+        lowers_max_tokens = any(limit > max_tokens for limit in request.token_limits.values())
         self._event_counts["ignored"] += changes_params or lowers_max_tokens or bool(request.ignored_fields)
 
     async def _sample_choice(
         self, request: ParsedRequest, node: RequestNode, on_partial: OnPartial | None
     ) -> SampledChoice:
         """Sample a turn and add it to the episode. The turn is discarded if the client disconnects."""
-        over_error = ApiError("the episode is over", status=403, code="episode_over")
+        closed_error = ApiError("the episode is over", status=403, code="episode_over")
         if self._is_closed:
-            raise over_error
-        prompt, rules = node.turn.prompt_ids, self._rules
+            raise closed_error
+        prompt_ids, rules = node.turn.prompt_ids, self._rules
         # Seeds depend on the request, not on the order of arrival: concurrent calls get the same seeds in every run.
-        token_ids, images = to_disk_ids(prompt)
+        token_ids, images = to_disk_ids(prompt_ids)
         request_text = json.dumps([token_ids, request.settings, *([images] if images else [])])
         digest = int.from_bytes(hashlib.blake2b(request_text.encode(), digest_size=7).digest())
         self._request_counts[digest] += 1
@@ -173,7 +173,7 @@ class EpisodeRequests:
         is_side = self._is_side(request)
         session = self._sampler.session() if is_side else self._take_session(node.parent)
         sampling_task = asyncio.ensure_future(
-            sample_choice(session, rules.chat, request, prompt, params, on_partial)
+            sample_choice(session, rules.chat, request, prompt_ids, params, on_partial)
         )
         self._running.add(sampling_task)
         try:
@@ -181,7 +181,7 @@ class EpisodeRequests:
         except asyncio.CancelledError:
             self._event_counts["aborted"] += 1
             if self._is_closed:  # cancelled by `close`: the client is still connected and gets an answer
-                raise over_error from None
+                raise closed_error from None
             raise
         except Exception as error:
             if not self.failure.done():

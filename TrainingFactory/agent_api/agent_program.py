@@ -151,7 +151,7 @@ class ProgramEpisode(SelfScoredEpisode):
         super().__init__(task, program.endpoint, make_key())
         self._program = program
 
-    async def play(self, requests: EpisodeRequests) -> None:
+    async def run_program(self, requests: EpisodeRequests) -> None:
         """Run the program until it exits, then the verifier; raise ProgramFailed if the program fails. All their
         processes are killed at the end, also after an error."""
         program = self._program
@@ -161,15 +161,15 @@ class ProgramEpisode(SelfScoredEpisode):
             task_row = trajectory_to_dict(Trajectory(self.task, group=""))["task"]
             task_json = json.dumps(program.select_columns(task_row), default=str).encode()
             task_file.write_bytes(task_json)
-            home = tempfile.TemporaryDirectory(prefix="tfactory-home-", ignore_cleanup_errors=True)
+            home_folder = tempfile.TemporaryDirectory(prefix="tfactory-home-", ignore_cleanup_errors=True)
             cwd = program.cwd
             if program.workspace:
                 cwd = task_file.parent / "work"
                 await in_thread(shutil.copytree, program.workspace, cwd, True)  # symbolic links stay links
-            values = self._make_placeholders(cwd, stack.enter_context(home))
-            env = self._make_env(values)
+            placeholders = self._make_placeholders(cwd, stack.enter_context(home_folder))
+            env = self._make_env(placeholders)
             env |= {"TFACTORY_TASK": str(task_file), "NO_PROXY": "127.0.0.1,localhost"}
-            process = ProgramProcess(_fill_templates(program.argv, values), cwd, env, task_json)
+            process = ProgramProcess(_fill_templates(program.argv, placeholders), cwd, env, task_json)
             status, stdout, stderr = await process.run("the program")
             self._set_reward(stdout, requests)
             if program.verify_argv is not None and (
@@ -179,7 +179,7 @@ class ProgramEpisode(SelfScoredEpisode):
                 task_json = json.dumps(task_row, default=str).encode()
                 task_file.write_bytes(task_json)
                 env = env | {"TFACTORY_TASK": str(task_file)}
-                argv = _fill_templates(program.verify_argv, values)
+                argv = _fill_templates(program.verify_argv, placeholders)
                 await self._run_verifier(ProgramProcess(argv, cwd, env, task_json))
         if status:
             secrets = [self.key, *(env[name] for name in program.options.env if len(env[name]) > 3)]
@@ -261,19 +261,19 @@ class ProgramProcess:
                 raise ProgramFailed(f"{program_name} cannot be started: {error.strerror}") from error
             return exit_status, _read_tail(stdout), _read_tail(stderr)
 
-    async def _run(self, read_end: int, stdin: Any, *outputs: Any) -> int:
+    async def _run(self, read_end: int, stdin: Any, *output_files: Any) -> int:
         """Run the process and return its exit status. Kill its process group at the end. The group is also killed if
         this process dies, because that closes the pipe `read_end`."""
         from TrainingFactory.common.workers.child import kill_at_hangup  # not available on Windows
 
         options: dict[str, Any] = {"cwd": self._cwd, "env": self._env, "pass_fds": [read_end]}
-        args = (self._argv, -1, None, stdin, *outputs)
-        process = subprocess.Popen(*args, **options, start_new_session=True)  # in its own process group
+        popen_args = (self._argv, -1, None, stdin, *output_files)
+        process = subprocess.Popen(*popen_args, **options, start_new_session=True)  # in its own process group
         try:
             kill_at_hangup(read_end, process.pid)
             while process.poll() is None:
                 await asyncio.sleep(POLL_SECONDS)
-                if any(os.fstat(file.fileno()).st_size > MAX_OUTPUT_BYTES for file in outputs):
+                if any(os.fstat(file.fileno()).st_size > MAX_OUTPUT_BYTES for file in output_files):
                     raise ProgramFailed(f"the program wrote more than {MAX_OUTPUT_BYTES} bytes")
             return process.returncode
         finally:
@@ -320,17 +320,17 @@ class ProgramRun(EpisodeRun):
         self._sampler = sampler
 
     async def _play_turns(self, environment: Any) -> None:
-        endpoint, trajectory, problem = environment.endpoint, self.trajectory, None
+        endpoint, trajectory, error_text = environment.endpoint, self.trajectory, None
         requests = EpisodeRequests(
             self.rules, self._sampler, self.session, self.seed_of, endpoint.event_counts, endpoint.model
         )
         with endpoint.accept_requests(environment.key, requests):
-            play_task = asyncio.ensure_future(environment.play(requests))
+            program_task = asyncio.ensure_future(environment.run_program(requests))
             try:
-                await asyncio.wait({play_task, requests.failure}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({program_task, requests.failure}, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                play_task.cancel()
-                await asyncio.gather(play_task, return_exceptions=True)
+                program_task.cancel()
+                await asyncio.gather(program_task, return_exceptions=True)
                 nodes = await requests.close()
                 trajectory.turns = [node.turn for node in nodes]
                 if nodes:
@@ -338,17 +338,17 @@ class ProgramRun(EpisodeRun):
         if not requests.failure.cancelled():
             requests.failure.result()  # raises the sampler's error, which stops the run
         try:
-            play_task.result()
+            program_task.result()
         except ProgramFailed as error:
-            problem = str(error)
+            error_text = str(error)
         if not nodes:
-            self._end_episode("error", problem or "the program made no successful request to the endpoint")
+            self._end_episode("error", error_text or "the program made no successful request to the endpoint")
         elif requests.turns_exceeded:
             self._end_episode("max_turns", None)
         elif requests.is_context_full or nodes[-1].turn.completion.finish == "length":
             self._end_episode("truncated", None)
         else:
-            self._end_episode("done" if problem is None else "error", problem)
+            self._end_episode("done" if error_text is None else "error", error_text)
 
     def _check_prompt_chain(self) -> None:
         """Check nothing, because `Conversations` makes each prompt extend the sampled tokens or start a new row."""

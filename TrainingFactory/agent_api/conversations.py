@@ -16,8 +16,8 @@ MIN_QUOTE = 20  # characters: shorter answers, such as "yes", occur in other tex
 @dataclass(slots=True, eq=False)
 class RequestNode:
     """A request in an episode's tree of turns. `parent` is the turn that it continues, `replies` are the messages after
-    that turn. `reason` is "extended", or the reason why the request continues no turn. Once it is answered, the KV
-    cache of `session` holds its tokens for a request that continues it."""
+    that turn. `prompt_reason` is "extended", or the reason why the request continues no turn. Once it is answered,
+    the KV cache of `session` holds its tokens for a request that continues it."""
 
     turn: Turn
     messages: list[Message]  # of the request, then the answer
@@ -43,8 +43,8 @@ class Conversations:
         if parent is not None:
             replies, turn = messages[len(parent.messages) :], parent.turn
             try:
-                ids = turn.prompt_ids + turn.completion.token_ids + self._chat.extend(turn, replies)
-                return RequestNode(Turn(ids, *no_answer), messages, tools, "extended", parent, replies)
+                prompt_ids = turn.prompt_ids + turn.completion.token_ids + self._chat.extend(turn, replies)
+                return RequestNode(Turn(prompt_ids, *no_answer), messages, tools, "extended", parent, replies)
             except ValueError:  # the template does not allow such a reply there
                 reason = "template"
         return RequestNode(Turn(self._chat.render(messages, tools), *no_answer), messages, tools, reason)
@@ -63,14 +63,14 @@ class Conversations:
             last_index.setdefault(node, index)
             if node.parent is not None:
                 last_index[node.parent] = max(last_index[node], last_index.get(node.parent, 0))
-        paths: dict[RequestNode | None, tuple[int, ...]] = {None: ()}
+        sort_keys: dict[RequestNode | None, tuple[int, ...]] = {None: ()}
         for node in self.answered_nodes:
-            paths[node] = (*paths[node.parent], last_index[node])
-        nodes = sorted(self.answered_nodes, key=paths.__getitem__)
+            sort_keys[node] = (*sort_keys[node.parent], last_index[node])
+        nodes = sorted(self.answered_nodes, key=sort_keys.__getitem__)
         row_number = 0.0
-        for previous, node in zip([None, *nodes], nodes, strict=False):
-            if previous is not None and node.parent is previous:
-                previous.turn.replies = node.replies
+        for previous_node, node in zip([None, *nodes], nodes, strict=False):
+            if previous_node is not None and node.parent is previous_node:
+                previous_node.turn.replies = node.replies
             else:
                 row_number += 1
             node.turn.signals = {"proxy/row": row_number}
@@ -104,18 +104,18 @@ def _starts_with(messages: Sequence[Message], prefix: Sequence[Message], with_ar
 def _is_summary_of(messages: Sequence[Message], previous: Sequence[Message]) -> bool:
     """Return whether a request without sampled turns summarises an earlier conversation: under the same system prompt,
     another message replaces the first answer, or quotes the question or a longer answer or tool result."""
-    roles, num_common = [message.role for message in previous], 0
-    while num_common < min(len(messages), len(previous)) and _is_same_message(
-        previous[num_common], messages[num_common], True
+    roles, common_length = [message.role for message in previous], 0
+    while common_length < min(len(messages), len(previous)) and _is_same_message(
+        previous[common_length], messages[common_length], True
     ):
-        num_common += 1
+        common_length += 1
     first_answer = roles.index("assistant")
-    if num_common == len(messages) or "system" in roles[num_common:first_answer]:
+    if common_length == len(messages) or "system" in roles[common_length:first_answer]:
         return False  # asks the same question again, or has another system prompt
     quotes = [message.content for message in previous[first_answer:] if len(message.content) >= MIN_QUOTE]
     quotes += [message.content for message in previous[:first_answer] if message.role == "user"][-1:]
-    new_text = "\n".join(message.content for message in messages[num_common:])
-    return num_common >= first_answer or any(text and text in new_text for text in quotes)
+    new_text = "\n".join(message.content for message in messages[common_length:])
+    return common_length >= first_answer or any(text and text in new_text for text in quotes)
 
 
 def _is_same_message(recorded: Message, received: Message, with_arguments: bool) -> bool:

@@ -72,7 +72,7 @@ def fit_forms(source: str, split: str, max_rows: int) -> DatasetFit:
 def write_rows(path: Path, rows: Sequence[dict[str, Any]], images: Mapping[str, Image] | None = None) -> None:
     """Write a JSON Lines file, and the images of its rows beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    image_store = ImageStore.beside(path)
+    image_store = ImageStore.for_file(path)
     for image in {image for row in rows for image in row.get("images", ())} & (images or {}).keys():
         image_store.add((images or {})[image])
     write_atomically(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

@@ -41,7 +41,7 @@ from TrainingFactory.cli.tools import tools
 from TrainingFactory.cli.train import train
 from TrainingFactory.cli.ui import ui
 from TrainingFactory.cluster.launcher import LAUNCHER_VARIABLES, find_launched_process
-from TrainingFactory.common.event_loop import sigterm_as_ctrl_c
+from TrainingFactory.common.event_loop import treat_sigterm_as_ctrl_c
 from TrainingFactory.common.texts import escape_control
 from TrainingFactory.runs.devices import describe_device_failure
 
@@ -127,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     if logging.lastResort is not None:  # prints warnings when logging is not configured
         logging.lastResort.setFormatter(_EscapingFormatter())
-    with sigterm_as_ctrl_c():
+    with treat_sigterm_as_ctrl_c():
         sys.exit(app.meta(arguments, result_action="return_value"))
 
 

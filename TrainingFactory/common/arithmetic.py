@@ -32,8 +32,8 @@ def split_tokens(expression: str) -> list[str]:
     while position < len(expression):
         match = _TOKEN_PATTERN.match(expression, position)
         if match is None:
-            unparsed = expression[position:].strip()[:10]
-            raise ValueError(f"cannot read {unparsed!r}: only numbers, + - * / and parentheses")
+            unparsed_text = expression[position:].strip()[:10]
+            raise ValueError(f"cannot read {unparsed_text!r}: only numbers, + - * / and parentheses")
         tokens.append(match.group(1))
         position = match.end()
     return tokens

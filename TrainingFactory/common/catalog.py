@@ -57,8 +57,8 @@ def names(kind: str) -> dict[str, str | None]:
 def find(kind: str, name: str) -> Any:
     """Return the object with this name. Raise ValueError with the closest match if it is unknown."""
     targets = _find_targets(kind)
-    if (plugin_targets := f"{name.partition(':')[0]}:") in targets:
-        return _load(kind, name, targets[plugin_targets])(name)
+    if (process_prefix := f"{name.partition(':')[0]}:") in targets:
+        return _load(kind, name, targets[process_prefix])(name)
     prefix, separator, entry_name = name.partition("/")
     if separator and f"{prefix}/" in targets:
         return _load(kind, name, targets[f"{prefix}/"])(entry_name)

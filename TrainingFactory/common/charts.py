@@ -43,8 +43,8 @@ class Chart:
     def __init__(
         self, title: str, curves: Sequence[Curve], bottom: float | None = None, top: float | None = None
     ) -> None:
-        self.title, self.lines = title, [curve.thin_out() for curve in curves if curve.points]
-        points = [p for curve in self.lines for band in (curve.points, curve.low, curve.high) for p in band]
+        self.title, self.curves = title, [curve.thin_out() for curve in curves if curve.points]
+        points = [p for curve in self.curves for band in (curve.points, curve.low, curve.high) for p in band]
         steps, values = zip(*points, strict=True) if points else ([1.0], [1.0])
         self.bottom = min(values) if bottom is None else bottom
         self.top = max(values) if top is None else top
@@ -53,7 +53,7 @@ class Chart:
         self.first_step, self.last_step = min(steps), max(steps)
 
     @property
-    def marks(self) -> list[tuple[float, str]]:
+    def grid_lines(self) -> list[tuple[float, str]]:
         """Return the y position and the label of each horizontal grid line."""
         values = (self.bottom, (self.bottom + self.top) / 2, self.top)
         return [(self._value_to_y(value), f"{value:.3g}") for value in values]
@@ -70,7 +70,7 @@ class Chart:
     def draw(self) -> Markup:
         """Return the chart as an SVG element: grid, axis labels, then one group for each curve."""
         size_attributes = f'viewBox="0 0 {WIDTH} {HEIGHT}" style="width:100%;max-width:{WIDTH}px;height:auto"'
-        curve_groups = "".join(self._draw_curve(curve, index) for index, curve in enumerate(self.lines))
+        curve_groups = "".join(self._draw_curve(curve, index) for index, curve in enumerate(self.curves))
         opening_tag = (
             f'<svg {size_attributes} role="img" aria-label="{escape(escape_control(self.title))} by step">'
         )
@@ -78,7 +78,7 @@ class Chart:
 
     def _draw_axes(self) -> str:
         svg_elements = []
-        for y, label in self.marks:
+        for y, label in self.grid_lines:
             svg_elements.append(
                 f'<line x1="{self.left}" x2="{self.right}" y1="{y}" y2="{y}" stroke="#888" stroke-opacity=".5"/>'
                 f'<text x="{self.left - 8}" y="{y + 5}" text-anchor="end">{label}</text>'

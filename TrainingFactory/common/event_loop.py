@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 @contextlib.contextmanager
-def sigterm_as_ctrl_c() -> Iterator[None]:
+def treat_sigterm_as_ctrl_c() -> Iterator[None]:
     """Treat SIGTERM as Ctrl-C inside the block: call the current SIGINT handler. Do nothing outside the main thread,
     because Python handles signals only there."""
     if threading.current_thread() is not threading.main_thread():
@@ -40,7 +40,7 @@ def run(main: Callable[[], Coroutine[Any, Any, T]], interrupt: Callable[[], None
     """Run a coroutine to completion. If an event loop is already running (as in a notebook), run it on a thread with
     its own loop, where Ctrl-C in the caller calls `interrupt`, or cancels the coroutine if `interrupt` is None.
     SIGTERM acts like Ctrl-C."""
-    with sigterm_as_ctrl_c():
+    with treat_sigterm_as_ctrl_c():
         try:
             asyncio.get_running_loop()
         except RuntimeError:
@@ -65,9 +65,9 @@ def _run_in_thread(main: Callable[[], Coroutine[Any, Any, T]], interrupt: Callab
     stop_callbacks: list[Callable[[], object]] = []
 
     async def run_main() -> T:
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        assert task is not None
-        stop_callbacks.append(partial(loop.call_soon_threadsafe, interrupt or task.cancel))
+        loop, main_task = asyncio.get_running_loop(), asyncio.current_task()
+        assert main_task is not None
+        stop_callbacks.append(partial(loop.call_soon_threadsafe, interrupt or main_task.cancel))
         return await main()
 
     def run_on_thread() -> None:
@@ -89,7 +89,7 @@ def _run_in_thread(main: Callable[[], Coroutine[Any, Any, T]], interrupt: Callab
     return outcome.result()
 
 
-def foreign_loop_hint(error: BaseException) -> str:
+def explain_foreign_loop(error: BaseException) -> str:
     """Return a hint if the error's cause is an object of another event loop, else ""."""
     causes = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:

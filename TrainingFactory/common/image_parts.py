@@ -12,7 +12,6 @@ from TrainingFactory.common.images import LIMITS, as_image, is_image, join_piece
 from TrainingFactory.types import Image, Message, PlacedImage
 
 MEDIA_TYPE = "image/png"  # of the images that we send
-OTHER_MEDIA_PATTERN = re.compile("video|audio|file|document")
 DATA_URL_PATTERN = re.compile(r"data:[\w.+/-]*(;[\w=.+-]+)*;base64,", re.ASCII)
 
 

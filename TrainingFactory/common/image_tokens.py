@@ -23,7 +23,7 @@ from TrainingFactory.common.images import ImageStore, LazyImage
 from TrainingFactory.types import Image
 
 VIRTUAL = 1 << 30  # above every vocabulary; ids fit into 32 bits
-MAX_TOKENS = VIRTUAL - 1
+MAX_IMAGE_TOKENS = VIRTUAL - 1
 MAX_MEMORY_BYTES = 1 << 30  # of pictures in memory; older ones are in a temporary folder
 
 
@@ -64,7 +64,7 @@ class _ImageIds:
         with self._lock:
             tokens = self._tokens_by_digest.get((image.digest, num_tokens))
             if tokens is None:
-                if self._next_id + num_tokens > VIRTUAL + MAX_TOKENS:
+                if self._next_id + num_tokens > VIRTUAL + MAX_IMAGE_TOKENS:
                     raise ValueError(
                         "this process has seen a billion image tokens, and has no ids left for further images. "
                         "Resume the run: a new process numbers them anew"
@@ -154,20 +154,20 @@ def from_disk_ids(ids: Sequence[int], images: Sequence[tuple[Image, int]]) -> li
     the same order, with their pictures and token counts. Raise ValueError if the tokens of an image are incomplete."""
     if not images:
         return list(ids)
-    assigned = [number_image(image, count) for image, count in images]
+    id_ranges = [number_image(image, count) for image, count in images]
     process_ids: list[int] = []
-    num_shown = [0] * len(assigned)  # tokens of each image so far
+    num_shown_tokens = [0] * len(id_ranges)  # tokens of each image so far
     for token in ids:
         if token >= 0:
             process_ids.append(token)
             continue
         index = -1 - token
-        if index >= len(assigned):
-            raise ValueError(f"token id {token} names image {index}, but the row has {len(assigned)} images")
-        tokens = assigned[index]
-        process_ids.append(tokens.first_id + num_shown[index] % tokens.num_tokens)
-        num_shown[index] += 1
-    for tokens, count in zip(assigned, num_shown, strict=True):
+        if index >= len(id_ranges):
+            raise ValueError(f"token id {token} names image {index}, but the row has {len(id_ranges)} images")
+        tokens = id_ranges[index]
+        process_ids.append(tokens.first_id + num_shown_tokens[index] % tokens.num_tokens)
+        num_shown_tokens[index] += 1
+    for tokens, count in zip(id_ranges, num_shown_tokens, strict=True):
         if count % tokens.num_tokens:
             raise ValueError(
                 f"image {tokens.image.digest[:12]} has {tokens.num_tokens} tokens, but the row shows {count} of them"

@@ -107,12 +107,12 @@ def as_image(value: Any) -> Image:
     return image_from_pillow(value) if _is_pillow(value) else read_image(bytes(value))
 
 
-def make_thumbnail(image: Image, edge: int = 320) -> bytes:
-    """Return a JPEG file of the image, with at most `edge` pixels along an edge."""
+def make_thumbnail(image: Image, max_edge: int = 320) -> bytes:
+    """Return a JPEG file of the image, with at most `max_edge` pixels along an edge."""
     from PIL import Image as Pillow
 
     with Pillow.open(io.BytesIO(image.data), formats=("PNG",)) as picture:
-        picture.thumbnail((edge, edge))
+        picture.thumbnail((max_edge, max_edge))
         buffer = io.BytesIO()
         picture.save(buffer, "JPEG", quality=80)
     return buffer.getvalue()
@@ -208,10 +208,10 @@ def limit_images(images: Sequence[PlacedImage], content: str, limit: int) -> tup
     if len(images) <= limit:
         return content, list(images)
     note = make_rejection_text(f"at most {LIMITS.max_per_turn} images a turn")
-    first_hidden = images[limit].place
-    shown_pieces = split_text(content[:first_hidden], images[:limit])
-    hidden_images = [PlacedImage(place - first_hidden, image) for place, image in images[limit:]]
-    return join_pieces([*shown_pieces, as_text(content[first_hidden:], hidden_images, lambda _: note)])
+    first_hidden_place = images[limit].place
+    shown_pieces = split_text(content[:first_hidden_place], images[:limit])
+    hidden_images = [PlacedImage(place - first_hidden_place, image) for place, image in images[limit:]]
+    return join_pieces([*shown_pieces, as_text(content[first_hidden_place:], hidden_images, lambda _: note)])
 
 
 # Storage
@@ -250,7 +250,7 @@ class ImageStore:
         self.folder = folder
 
     @classmethod
-    def beside(cls, file: Path) -> ImageStore:
+    def for_file(cls, file: Path) -> ImageStore:
         """Return the store in the folder of `file`, for the images that the file names by digest."""
         return cls(file.parent / IMAGES_FOLDER)
 

@@ -32,8 +32,8 @@ NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Text = Annotated[str, StringConstraints(min_length=1, pattern=r"\S")]
 
-_MISSING_TYPES = ("missing", "missing_argument", "missing_keyword_only_argument")
-_UNKNOWN_TYPES = ("extra_forbidden", "unexpected_keyword_argument")
+_MISSING_ERROR_TYPES = ("missing", "missing_argument", "missing_keyword_only_argument")
+_UNKNOWN_ERROR_TYPES = ("extra_forbidden", "unexpected_keyword_argument")
 
 Key = tuple[str | int, ...]
 
@@ -114,10 +114,10 @@ def make_named(
 def from_mapping(factory: Callable[..., Any], subject: str) -> BeforeValidator:
     """Return a pydantic validator that calls `factory` with a mapping and keeps other values unchanged."""
 
-    def make(value: Any) -> Any:
+    def make_value(value: Any) -> Any:
         return make_from(factory, value, subject) if isinstance(value, Mapping) else value
 
-    return BeforeValidator(make)
+    return BeforeValidator(make_value)
 
 
 def show_choices(value: Any, choices: Iterable[str]) -> str:
@@ -141,9 +141,9 @@ def explain_value(details: ErrorDetails) -> str:
 
 def nearest(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the choice most similar to the word, ignoring case. None: no choice is similar enough."""
-    by_lowercase = {choice.lower(): choice for choice in choices}
-    matches = difflib.get_close_matches(word.lower(), by_lowercase, n=1, cutoff=cutoff)
-    return by_lowercase[matches[0]] if matches else None
+    choices_by_lowercase = {choice.lower(): choice for choice in choices}
+    matches = difflib.get_close_matches(word.lower(), choices_by_lowercase, n=1, cutoff=cutoff)
+    return choices_by_lowercase[matches[0]] if matches else None
 
 
 def did_you_mean(name: str | None) -> str:
@@ -176,11 +176,11 @@ def _explain_errors(
     error: ValidationError, options: Mapping[str, Any], valid_names: Sequence[str], subject: str
 ) -> list[InvalidOption]:
     errors = error.errors(include_url=False)
-    unknown_names = [str(details["loc"][-1]) for details in errors if details["type"] in _UNKNOWN_TYPES]
+    unknown_names = [str(details["loc"][-1]) for details in errors if details["type"] in _UNKNOWN_ERROR_TYPES]
     intended_names = {nearest(name, valid_names) for name in unknown_names}
     by_key: dict[Key, list[InvalidOption]] = {}
     for details in errors:
-        if details["type"] in _MISSING_TYPES and details["loc"][-1] in intended_names:
+        if details["type"] in _MISSING_ERROR_TYPES and details["loc"][-1] in intended_names:
             continue  # it is set, under a misspelled name
         key = _find_key(details, options)
         by_key.setdefault(key, []).extend(_explain_error(details, key, valid_names, subject))
@@ -195,16 +195,16 @@ def _explain_error(
     details: ErrorDetails, key: Key, valid_names: Sequence[str], subject: str
 ) -> list[InvalidOption]:
     option, error_type = ".".join(map(str, key)), details["type"]
-    if error_type in _MISSING_TYPES:
+    if error_type in _MISSING_ERROR_TYPES:
         return [InvalidOption(option, f"is missing; {subject} needs it")]
-    if error_type in _UNKNOWN_TYPES and len(key) == 1:
+    if error_type in _UNKNOWN_ERROR_TYPES and len(key) == 1:
         hint = did_you_mean(nearest(option, valid_names))
         return [
             InvalidOption(
                 option, f"is not an option of {subject}{hint} (options: {', '.join(valid_names) or 'none'})"
             )
         ]
-    if error_type in _UNKNOWN_TYPES:
+    if error_type in _UNKNOWN_ERROR_TYPES:
         return [InvalidOption(option, "is an unknown key")]
     inner_error = details.get("ctx", {}).get("error")
     if isinstance(inner_error, OptionError):
@@ -222,7 +222,7 @@ def _find_key(details: ErrorDetails, options: Mapping[str, Any]) -> Key:
         ):
             key.append(key_part)
             nested_options = nested_options[key_part]  # type: ignore[index]
-        elif depth == len(details["loc"]) and details["type"] in _MISSING_TYPES:
+        elif depth == len(details["loc"]) and details["type"] in _MISSING_ERROR_TYPES:
             key.append(key_part)
     return tuple(key)
 

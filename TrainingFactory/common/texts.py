@@ -84,8 +84,8 @@ def holds_secret(name: str, value: str) -> bool:
     """Return whether a value is a secret itself, not a reference (`*_env`, `${...}`) or a harmless "key"."""
     if not value or name.endswith("_env") or "${" in value:
         return False
-    is_long = len(value) >= 16 and re.search(r"\d", value) and " " not in value
-    return bool(_SURE_NAME.search(name) or _SURE_TEXT.search(value) or (_MAYBE_NAME.search(name) and is_long))
+    is_key = len(value) >= 16 and re.search(r"\d", value) and " " not in value
+    return bool(_SURE_NAME.search(name) or _SURE_TEXT.search(value) or (_MAYBE_NAME.search(name) and is_key))
 
 
 def iter_secrets(data: Any, key: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], str]]:

@@ -35,7 +35,7 @@ def split_name(name: str) -> tuple[str, str]:
     return file_name, member_name
 
 
-def import_named(kind: str, name: str) -> tuple[ModuleType, Path, str]:
+def import_user_file(kind: str, name: str) -> tuple[ModuleType, Path, str]:
     """Import `file.py` or `file.py:member`. Return the module, its path and the member ("" if there is none)."""
     file_name, member = split_name(name)
     path = Path(file_name).expanduser()
@@ -48,7 +48,7 @@ def import_named(kind: str, name: str) -> tuple[ModuleType, Path, str]:
 
 def load_objects(kind: str, name: str) -> tuple[Path, str, list[Any]]:
     """Import `file.py` or `file.py:member`. Return path, member name, and the member alone or all definitions."""
-    module, path, member = import_named(kind, name)
+    module, path, member = import_user_file(kind, name)
     if member and member not in vars(module):
         raise ValueError(f"{path} does not define {member!r}")
     return path, member, [vars(module)[member]] if member else list_definitions(module)
@@ -111,8 +111,8 @@ def _is_inside(module: ModuleType, folders: tuple[str | Path, ...]) -> bool:
 
 def _pop_modules(top_names: Collection[str]) -> dict[str, ModuleType]:
     """Remove the modules with these names and their submodules from sys.modules, and return them."""
-    modules = [name for name in sys.modules if name.partition(".")[0] in top_names]
-    return {name: sys.modules.pop(name) for name in modules}
+    module_names = [name for name in sys.modules if name.partition(".")[0] in top_names]
+    return {name: sys.modules.pop(name) for name in module_names}
 
 
 def as_value_error(error: BaseException) -> ValueError:

@@ -235,7 +235,7 @@ def _convert_sharegpt(
                 if not is_negative:
                     problem = f'has an invalid call in message {index} of "{column}": not valid JSON: {error}'
                     raise ValueError(problem) from error
-                texts = [previous.get("content"), f"<tool_call>\n{content}\n</tool_call>"]
-                message = {**previous, "role": "assistant", "content": "\n".join(filter(None, texts))}
+                text_parts = [previous.get("content"), f"<tool_call>\n{content}\n</tool_call>"]
+                message = {**previous, "role": "assistant", "content": "\n".join(filter(None, text_parts))}
         messages.append(message)
     return messages

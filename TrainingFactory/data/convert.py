@@ -89,7 +89,7 @@ class _Episode:
 
 
 def convert(rows: Iterable[DatasetRow], form: Form, filters: Filters | None = None) -> ConversionResult:
-    """Convert the rows of a trajectories file to the form `to`, one row at a time."""
+    """Convert the rows of a trajectories file to the form `form`, one row at a time."""
     filters, result = filters or Filters(), ConversionResult()
     episodes: list[_Episode] = []
     num_forked = num_folded = 0

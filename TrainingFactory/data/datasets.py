@@ -72,8 +72,8 @@ def _read_rows(source: Any, split: str) -> Iterator[DatasetRow]:
     if path.is_file():
         readers = {".json": _read_json, ".parquet": _read_parquet, ".csv": _read_csv}
         return readers.get(path.suffix.lower(), _read_jsonl)(path)
-    if (builtin := find_builtin_dataset(str(source))) is not None:
-        return _read_jsonl(builtin)
+    if (builtin_path := find_builtin_dataset(str(source))) is not None:
+        return _read_jsonl(builtin_path)
     if is_path(str(source)):
         raise ValueError(f"data file not found: {path}; expected {FORMATS}")
     return _read_dicts(_load_from_hub(str(source), split), str(source), is_arrow=True)
@@ -238,7 +238,7 @@ def parse_rows(
     count: int | None = None,
     columns: Mapping[str, str] | None = None,
 ) -> list[T]:
-    """Parse the first `count` rows with `parse(row, number)`; report all ValueErrors in one, with the rows'
+    """Parse the first `count` rows with `parse_row`; report all ValueErrors in one, with the rows'
     locations."""
     parsed_rows: list[T] = []
     problems: list[str] = []

@@ -119,7 +119,7 @@ def load_examples(
         if len(examples.usable) == count and not groups:
             break
     for example in groups.values():
-        if pick_best_and_worst(example.conversations, total_reward_of) is None:
+        if pick_best_and_worst(example.conversations, compute_total_reward) is None:
             examples.unused_counts["are in a group with equal rewards"] += len(example.conversations)
             example.conversations = []
     examples.usable = [example for example in examples.usable if example.conversations]
@@ -136,10 +136,10 @@ def _with_shared_specs(check_call: CallChecker) -> CallChecker:
     """Pass the same object for equal tools to `check_call`, because it compiles each object's schema once."""
     specs: dict[str, ToolSpec] = {}
 
-    def check_shared(spec: ToolSpec, arguments: dict[str, Any]) -> str | None:
+    def check_with_shared_spec(spec: ToolSpec, arguments: dict[str, Any]) -> str | None:
         return check_call(specs.setdefault(repr(spec), spec), arguments)
 
-    return check_shared
+    return check_with_shared_spec
 
 
 def _warn_of_equal_labels(examples: Examples) -> list[str]:
@@ -148,7 +148,7 @@ def _warn_of_equal_labels(examples: Examples) -> list[str]:
     warning = None
     if examples.form == "kto":
         warning = warn_if_one_sided(
-            [total_reward_of(conversation) for conversation in conversations], 0.5, "kto.threshold"
+            [compute_total_reward(conversation) for conversation in conversations], 0.5, "kto.threshold"
         )
     elif examples.form == "prm":
         rewards = [conversation.reward for conversation in conversations if conversation.reward]
@@ -157,7 +157,7 @@ def _warn_of_equal_labels(examples: Examples) -> list[str]:
     return [warning] if warning else []
 
 
-def total_reward_of(conversation: Conversation) -> float:
+def compute_total_reward(conversation: Conversation) -> float:
     assert conversation.reward is not None
     return sum_rewards(conversation.reward)
 
@@ -234,7 +234,7 @@ def _read_single_conversation(
     if (column := next((key for key in CONVERSATION_COLUMNS if key in columns), None)) is not None:
         messages = check_roles(read_conversation(columns, column, is_negative), column)
         return Conversation(
-            row_id, messages, read_tools(columns), bad=_find_bad_indices(messages, is_negative)
+            row_id, messages, read_tools(columns), bad=_find_negative_indices(messages, is_negative)
         ), column
     if "prompt" not in columns or "completion" not in columns:
         raise ValueError(_describe_missing_columns(columns, form))
@@ -243,11 +243,11 @@ def _read_single_conversation(
     messages = _join_answer(prompt, answer, "completion")
     tools = read_tools(columns)
     return Conversation(
-        row_id, messages, tools, context=len(prompt), bad=_find_bad_indices(messages, is_negative)
+        row_id, messages, tools, context=len(prompt), bad=_find_negative_indices(messages, is_negative)
     ), "completion"
 
 
-def _find_bad_indices(messages: list[Message], is_negative: bool) -> frozenset[int]:
+def _find_negative_indices(messages: list[Message], is_negative: bool) -> frozenset[int]:
     return frozenset(range(len(messages) if is_negative else 0))
 
 
@@ -261,7 +261,7 @@ def _read_pair(columns: Mapping[str, Any], row_id: str, check_call: CallChecker 
     tools = read_tools(columns)
     prompt = read_prompt(columns) if "prompt" in columns else []
     sides = [_read_side(columns, side, prompt) for side in ("chosen", "rejected")]
-    num_common = _count_common_messages(*sides)
+    num_common_messages = _count_common_messages(*sides)
     has_prompt = bool(prompt) and all(side[: len(prompt)] == prompt for side in sides)
     if sides[0] == sides[1]:
         raise ValueError('has the same conversation in "chosen" and "rejected"')
@@ -272,12 +272,12 @@ def _read_pair(columns: Mapping[str, Any], row_id: str, check_call: CallChecker 
     if not 0 < margin < math.inf:
         text = str(columns["margin"])[:40]
         raise ValueError(f'has a "margin" of {text}, by which "chosen" is better; it must be greater than 0')
-    context_length = len(prompt) if has_prompt else num_common
+    context_length = len(prompt) if has_prompt else num_common_messages
     chosen, rejected = (
         Conversation(row_id, messages, tools, context=context_length, reward=Reward(reward))
         for messages, reward in zip(sides, (margin, 0.0), strict=True)
     )
-    rejected.bad = _find_bad_indices(rejected.messages, True)
+    rejected.bad = _find_negative_indices(rejected.messages, True)
     check_calls(chosen, "chosen", check_call)
     return [chosen, rejected]
 
@@ -291,8 +291,8 @@ def _read_side(columns: Mapping[str, Any], column: str, prompt: list[Message]) -
         raise ValueError(f'has no "prompt", and "{column}" begins with the assistant')
     question = [message for message in prompt if message.role == "user"][-1:]
     repeats_prompt = isinstance(columns.get("prompt"), str) and any(message in question for message in answer)
-    is_whole = answer[0].role in ("system", "user") and (repeats_prompt or answer[: len(prompt)] == prompt)
-    if not prompt or is_whole:
+    is_complete = answer[0].role in ("system", "user") and (repeats_prompt or answer[: len(prompt)] == prompt)
+    if not prompt or is_complete:
         return check_roles(name_tool_messages(answer), column)
     return _join_answer(prompt, answer, column)
 
@@ -303,8 +303,8 @@ def _count_common_messages(chosen: list[Message], rejected: list[Message]) -> in
     common_length = next((index for index, (left, right) in enumerate(pairs) if left != right), len(pairs))
     # If the assistant messages are equal and only the replies differ, split before those assistant messages.
     answer_indices = [i for i, (left, right) in enumerate(pairs) if left.role == right.role == "assistant"]
-    if num_common := max((index for index in answer_indices if index <= common_length), default=0):
-        return num_common
+    if num_messages := max((index for index in answer_indices if index <= common_length), default=0):
+        return num_messages
     raise ValueError('has no common prompt before the differing answers in "chosen" and "rejected"')
 
 
@@ -318,19 +318,19 @@ def _read_labelled_turns(
             raise ValueError('has invalid "completions": they must be a list of non-empty strings')
         messages = [*read_prompt(columns), Message("assistant", "\n".join(steps))]
         conversation = Conversation(row_id, check_roles(messages), read_tools(columns), steps=steps)
-        num_expected, unit = len(steps), '"completions"'
+        num_label_slots, unit = len(steps), '"completions"'
     else:
         conversation, column = _read_single_conversation(columns, "prm", row_id, is_negative=True)
         roles = [message.role for message in conversation.messages]
         turn_indices = [i for i, role in enumerate(roles) if role == "assistant" and i >= conversation.start]
-        num_expected, unit = len(turn_indices), "assistant turns"
+        num_label_slots, unit = len(turn_indices), "assistant turns"
         # Turns with a negative label may contain invalid calls.
         conversation.bad = frozenset(
             i for i, is_positive in zip(turn_indices, labels, strict=False) if not is_positive
         )
         check_calls(conversation, column, check_call)
-    if len(labels) != num_expected:
-        raise ValueError(f'has {len(labels)} "labels" for {num_expected} {unit}; give one label for each')
+    if len(labels) != num_label_slots:
+        raise ValueError(f'has {len(labels)} "labels" for {num_label_slots} {unit}; give one label for each')
     rewards = [1.0 if is_positive else -1.0 for is_positive in labels]
     conversation.reward = Reward(min(rewards), rewards)
     return conversation

@@ -41,17 +41,17 @@ def _make_rejected_side(messages: list[Any], rejected_response: Any) -> list[Any
 def _split_masked_messages(columns: dict[str, Any]) -> dict[str, Any]:
     """Move the messages that ms-swift excludes from the loss ("loss" is false) to a prompt."""
     rows = list(enumerate(columns["messages"]))
-    masked = [i for i, row in rows if isinstance(row, Mapping) and row.get("loss") in (False, 0)]
-    if not masked:
+    masked_rows = [i for i, row in rows if isinstance(row, Mapping) and row.get("loss") in (False, 0)]
+    if not masked_rows:
         return columns
-    trained = [i for i, row in rows if _has_role(row, "assistant", "tool_call") and i not in masked]
-    if not trained or trained[0] < masked[-1]:
+    trained_rows = [i for i, row in rows if _has_role(row, "assistant", "tool_call") and i not in masked_rows]
+    if not trained_rows or trained_rows[0] < masked_rows[-1]:
         raise ValueError(
-            f'has "loss" false in message {masked[-1]}, but no trained message or one before it; only the first '
+            f'has "loss" false in message {masked_rows[-1]}, but no trained message or one before it; only the first '
             "messages can be excluded from the loss"
         )
     messages = columns.pop("messages")
-    return columns | {"prompt": messages[: trained[0]], "completion": messages[trained[0] :]}
+    return columns | {"prompt": messages[: trained_rows[0]], "completion": messages[trained_rows[0] :]}
 
 
 def _has_role(row: Any, *roles: str) -> bool:

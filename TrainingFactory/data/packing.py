@@ -21,7 +21,7 @@ from TrainingFactory.common.image_tokens import renumber_images
 from TrainingFactory.data.samples import find_mismatched_samples as find_mismatched
 from TrainingFactory.types import Sample
 
-MIN_SAVING = 24  # tokens that a node must save; below that, another level costs more than it saves
+MIN_SAVED_TOKENS = 24  # tokens that a node must save; below that, another level costs more than it saves
 MAX_LEVELS = 6
 COPY_SHARE = 16  # a common prefix may be repeated in another tree if that adds at most 1 token in COPY_SHARE
 SortKeys = list[list[int]]  # sort the rows in the same order in every process
@@ -112,11 +112,11 @@ def _group_into_units(
     """Group the rows into units that must stay in one pack. Return the row indices of each unit, in packing order."""
 
     # Without sharing, sort by length first, because adjacent rows of similar length need little padding.
-    def sort_key(row: int) -> Any:
+    def get_sort_key(row: int) -> Any:
         return keys[row] if sharing else (len(ids[row]), keys[row])
 
     units: dict[int, list[int]] = {}
-    for row in sorted((i for i, sample in enumerate(samples) if any(sample.loss_mask)), key=sort_key):
+    for row in sorted((i for i, sample in enumerate(samples) if any(sample.loss_mask)), key=get_sort_key):
         units.setdefault(samples[row].pair, []).append(row)
     return list(units.values())
 
@@ -158,7 +158,7 @@ class _Tree:
             self._add_node(start_row, end_row, depth, len(self.ids[start_row]), parent, level)
             return
         common_length = min(self.overlaps[start_row + 1 : end_row])
-        if (common_length - depth) * (end_row - start_row - 1) >= MIN_SAVING and level < MAX_LEVELS - 1:
+        if (common_length - depth) * (end_row - start_row - 1) >= MIN_SAVED_TOKENS and level < MAX_LEVELS - 1:
             parent = self._add_node(start_row, end_row, depth, common_length, parent, level)
             depth = common_length
         elif level == MAX_LEVELS - 1 or all(
@@ -326,7 +326,7 @@ def make_batch(
 ) -> Batch:  # fmt: skip
     """Pack the rows of a step. `sharing`, `split_above` and `splitting` have the same meaning as in `pack`."""
     packs = pack(samples, token_budget, sharing, split_above, splitting)
-    num_split = _add_lengths(samples, packs) if splitting else 0
+    num_split_episodes = _add_lengths(samples, packs) if splitting else 0
     return Batch(
         packs,
         sum(len(pack.rows) for pack in packs),
@@ -334,7 +334,7 @@ def make_batch(
         len({samples[row].episode for pack in packs for row in pack.rows}),
         sum(len(pack.pairs) for pack in packs),
         mismatched=pack(find_mismatched(samples), token_budget, sharing, split_above) if mismatched else [],
-        num_split_episodes=num_split,
+        num_split_episodes=num_split_episodes,
     )
 
 
@@ -343,7 +343,7 @@ def _add_lengths(samples: Sequence[Sample], packs: Sequence[Pack]) -> int:
     split episodes."""
     episode_ids_by_pack = [list(dict.fromkeys(samples[row].episode for row in pack.rows)) for pack in packs]
     pack_counts = Counter(chain.from_iterable(episode_ids_by_pack))
-    if (num_split := sum(count > 1 for count in pack_counts.values())) == 0:
+    if (num_split_episodes := sum(count > 1 for count in pack_counts.values())) == 0:
         return 0
     lengths = dict.fromkeys(pack_counts, 0.0)
     for sample in samples:
@@ -353,4 +353,4 @@ def _add_lengths(samples: Sequence[Sample], packs: Sequence[Pack]) -> int:
     for pack, episode_ids in zip(packs, episode_ids_by_pack, strict=True):
         if any(pack_counts[episode_id] > 1 for episode_id in episode_ids):
             pack.lengths = np.array([lengths[episode_id] for episode_id in episode_ids])
-    return num_split
+    return num_split_episodes

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 Provider = Literal["openai", "gemini", "bedrock"]
 Row = dict[str, Any]
 BEDROCK_VERSION = "bedrock-conversation-2024"
-BEDROCK_RESERVED = ("User:", "Bot:", "Assistant:", "System:", "<image>", "<video>", "[EOS]")
+BEDROCK_RESERVED_PREFIXES = ("User:", "Bot:", "Assistant:", "System:", "<image>", "<video>", "[EOS]")
 TOOL_NAME_PATTERN = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 CALL_ID = re.compile(r"[a-zA-Z0-9_-]+")
 SCHEMA_KEYS = (
@@ -36,7 +36,7 @@ SCHEMA_KEYS = (
 OPENAI_MIN_ROWS = 10  # smaller files are rejected
 
 
-class UnfitRow(ValueError):
+class UnfitRowError(ValueError):
     """Raised for a row that the provider's format cannot represent."""
 
 
@@ -46,7 +46,7 @@ class ProviderFormat(NamedTuple):
 
 
 def to_provider_rows(rows: Sequence[Row], provider: Provider, drops: Counter[str]) -> list[Row]:
-    """Convert rows to the provider's format; count the rows that it cannot represent in `dropped` by reason."""
+    """Convert rows to the provider's format; count the rows that it cannot represent in `drops` by reason."""
     provider_format, converted_rows = FORMATS[provider], []
     for row in rows:
         if "chosen" in row and provider_format.convert_pair is None:
@@ -55,17 +55,17 @@ def to_provider_rows(rows: Sequence[Row], provider: Provider, drops: Counter[str
             raise ValueError(f"the format {provider} is for sft and dpo rows; use --to {provider}")
         try:
             converted_rows.append(_check_row(row, provider_format))
-        except UnfitRow as error:
+        except UnfitRowError as error:
             drops[f"{provider}: {error}"] += 1
     return converted_rows
 
 
 def _check_row(row: Row, provider_format: ProviderFormat) -> Row:
     if row.get("images"):
-        raise UnfitRow("the row has images, which this format does not carry")
+        raise UnfitRowError("the row has images, which this format does not carry")
     for tool in row.get("tools", ()):
         if not TOOL_NAME_PATTERN.fullmatch(tool["function"]["name"]):
-            raise UnfitRow(f"tool name {tool['function']['name']!r:.70}; use letters, digits, _ and -")
+            raise UnfitRowError(f"tool name {tool['function']['name']!r:.70}; use letters, digits, _ and -")
     if "chosen" in row:
         assert provider_format.convert_pair is not None
         shared_messages, chosen, rejected = _split_at_difference(row)
@@ -81,15 +81,15 @@ def _check_row(row: Row, provider_format: ProviderFormat) -> Row:
 def _split_at_difference(row: Row) -> tuple[list[Row], Row, Row]:
     """Return the common beginning of the two completions, and the differing message of each."""
     comparable_sides = [[_without_ids(message) for message in row[side]] for side in ("chosen", "rejected")]
-    num_shared = 0
+    num_shared_messages = 0
     for chosen, rejected in zip(*comparable_sides, strict=False):
         if chosen != rejected:
             break
-        num_shared += 1
-    remainders = [row[side][num_shared:] for side in ("chosen", "rejected")]
+        num_shared_messages += 1
+    remainders = [row[side][num_shared_messages:] for side in ("chosen", "rejected")]
     if any(len(remainder) != 1 or remainder[0]["role"] != "assistant" for remainder in remainders):
-        raise UnfitRow("the episodes of a pair differ in more than their last message")
-    return _remove_weights(row["chosen"][:num_shared]), remainders[0][0], remainders[1][0]
+        raise UnfitRowError("the episodes of a pair differ in more than their last message")
+    return _remove_weights(row["chosen"][:num_shared_messages]), remainders[0][0], remainders[1][0]
 
 
 def _without_ids(message: Row) -> Row:
@@ -104,25 +104,25 @@ def _remove_weights(messages: Sequence[Row]) -> list[Row]:
 
 
 def _check_messages(messages: Sequence[Row]) -> None:
-    """Raise UnfitRow unless every call has one result and the last message is the assistant's."""
+    """Raise UnfitRowError unless every call has one result and the last message is the assistant's."""
     if not messages or messages[-1]["role"] != "assistant":
-        raise UnfitRow("the last message is not the assistant's")
+        raise UnfitRowError("the last message is not the assistant's")
     if not any(message["role"] == "user" for message in messages):
-        raise UnfitRow("there is no user message")
+        raise UnfitRowError("there is no user message")
     call_ids: list[str] = []
     for message in messages:
         if message["role"] == "tool":
             if message.get("tool_call_id") not in call_ids:
-                raise UnfitRow("a tool result answers no call")
+                raise UnfitRowError("a tool result answers no call")
             call_ids.remove(message["tool_call_id"])
             continue
         if call_ids:
-            raise UnfitRow("a call has no result")
+            raise UnfitRowError("a call has no result")
         call_ids = [call["id"] for call in message.get("tool_calls", ())]
         if not all(CALL_ID.fullmatch(call_id) for call_id in call_ids) or len(set(call_ids)) < len(call_ids):
-            raise UnfitRow("ids of calls must be unique, of letters, digits, _ and -")
+            raise UnfitRowError("ids of calls must be unique, of letters, digits, _ and -")
         if message["role"] == "assistant" and not message["content"] and not call_ids:
-            raise UnfitRow("an assistant message is empty")
+            raise UnfitRowError("an assistant message is empty")
 
 
 # OpenAI
@@ -192,7 +192,7 @@ def _to_gemini_schema(schema: Any) -> Any:
     if not isinstance(schema, Mapping):
         return schema
     if "$ref" in schema:
-        raise UnfitRow("a tool's schema contains $ref")
+        raise UnfitRowError("a tool's schema contains $ref")
     row = {key: schema[key] for key in SCHEMA_KEYS if key in schema}
     if isinstance(kind := row.get("type"), list):
         row |= {"type": next((name for name in kind if name != "null"), "string"), "nullable": "null" in kind}
@@ -207,21 +207,21 @@ def _to_gemini_schema(schema: Any) -> Any:
     return row
 
 
-def _to_gemini_frame(row: Row, messages: Sequence[Row]) -> Row:
-    frame: Row = {}
+def _to_gemini_shared_fields(row: Row, messages: Sequence[Row]) -> Row:
+    shared_fields: Row = {}
     if system_text := _join_system_texts(messages):
-        frame["systemInstruction"] = {"role": "system", "parts": [{"text": system_text}]}
+        shared_fields["systemInstruction"] = {"role": "system", "parts": [{"text": system_text}]}
     functions = [tool["function"] for tool in row.get("tools", ())]
     if functions:
         declarations = [
             function | {"parameters": _to_gemini_schema(function["parameters"])} for function in functions
         ]
-        frame["tools"] = [{"functionDeclarations": declarations}]
-    return frame
+        shared_fields["tools"] = [{"functionDeclarations": declarations}]
+    return shared_fields
 
 
 def _to_gemini_row(row: Row, messages: list[Row]) -> Row:
-    return _to_gemini_frame(row, messages) | {"contents": _to_gemini_contents(messages)}
+    return _to_gemini_shared_fields(row, messages) | {"contents": _to_gemini_contents(messages)}
 
 
 def _to_gemini_pair(row: Row, prompt: list[Row], chosen: Row, rejected: Row) -> Row:
@@ -229,7 +229,7 @@ def _to_gemini_pair(row: Row, prompt: list[Row], chosen: Row, rejected: Row) -> 
         {"score": score, "completion": {"role": "model", "parts": _to_gemini_parts(message, {})}}
         for score, message in ((1, chosen), (0, rejected))
     ]
-    return _to_gemini_frame(row, prompt) | {
+    return _to_gemini_shared_fields(row, prompt) | {
         "contents": _to_gemini_contents(prompt),
         "completions": completions,
     }
@@ -246,8 +246,8 @@ def _to_bedrock_blocks(message: Row) -> list[Row]:
     for call in message.get("tool_calls", ()):
         tool_use = {"toolUseId": call["id"], "name": call["function"]["name"]}
         tool_uses.append({"toolUse": tool_use | {"input": json.loads(call["function"]["arguments"])}})
-    if message["role"] == "user" and message["content"].startswith(BEDROCK_RESERVED):
-        raise UnfitRow(f"a prompt begins with one of {', '.join(BEDROCK_RESERVED)}")
+    if message["role"] == "user" and message["content"].startswith(BEDROCK_RESERVED_PREFIXES):
+        raise UnfitRowError(f"a prompt begins with one of {', '.join(BEDROCK_RESERVED_PREFIXES)}")
     return [*([{"text": message["content"]}] if message["content"] else []), *tool_uses]
 
 
@@ -263,7 +263,7 @@ def _to_bedrock_row(row: Row, messages: list[Row]) -> Row:
         else:
             turns.append({"role": role, "content": _to_bedrock_blocks(message)})
     if turns[0]["role"] != "user":
-        raise UnfitRow("the first message is not the user's")
+        raise UnfitRowError("the first message is not the user's")
     bedrock_row: Row = {"schemaVersion": BEDROCK_VERSION} | ({"system": [{"text": system}]} if system else {})
     bedrock_row["messages"] = turns
     if row.get("tools"):

@@ -17,14 +17,14 @@ def sum_rewards(reward: Reward) -> float:
 
 
 def pick_best_and_worst(
-    group: Iterable[Scored], reward_of: Callable[[Scored], float]
+    group: Iterable[Scored], get_reward: Callable[[Scored], float]
 ) -> tuple[Scored, Scored] | None:
     """Return the first best and the first worst member of a group; None if all rewards are equal up to rounding."""
     members = list(group)
     if not members:
         return None
-    best, worst = max(members, key=reward_of), min(members, key=reward_of)
-    high, low = reward_of(best), reward_of(worst)
+    best, worst = max(members, key=get_reward), min(members, key=get_reward)
+    high, low = get_reward(best), get_reward(worst)
     return None if high - low <= RELATIVE_TOLERANCE * max(abs(high), abs(low)) else (best, worst)
 
 

@@ -19,14 +19,14 @@ from TrainingFactory.types import Image
 IMAGE_COLUMNS = ("images", "image")
 TAG = "<image>"
 IMAGE_PLACEHOLDER = {"type": "image"}
-DOWNLOAD_SECONDS = 20.0
+DOWNLOAD_TIMEOUT_SECONDS = 20.0
 MESSAGE_COLUMNS = (
     "prompt", "messages", "conversations", "completion", "chosen", "rejected", "rejected_messages",
 )  # fmt: skip
 
 
 def with_images(columns: Mapping[str, Any], row: DatasetRow, image_urls: bool = False) -> Mapping[str, Any]:
-    """Return a row's columns with its images decoded inside its messages; `urls`: download images from addresses."""
+    """Return a row's columns with its images decoded inside its messages. `image_urls`: download images."""
     column = next((name for name in IMAGE_COLUMNS if columns.get(name) not in (None, "", [])), None)
     conversations = {name: columns[name] for name in MESSAGE_COLUMNS if name in columns}
     if column is None and not any(map(_has_image_parts, conversations.values())):
@@ -41,16 +41,16 @@ def with_images(columns: Mapping[str, Any], row: DatasetRow, image_urls: bool = 
         names = ["prompt"] if "prompt" in conversations else list(conversations)
         conversations |= {name: _add_placeholders(conversations[name], len(images)) for name in names}
     # Other columns continue the prompt, unless they repeat it.
-    num_shared, shown = _count_placeholders(conversations.get("prompt")), 0
+    num_prompt, num_shown = _count_placeholders(conversations.get("prompt")), 0
     for name, value in conversations.items():
-        start = 0 if name == "prompt" or num_shared + _count_placeholders(value) > len(images) else num_shared
-        shown = max(shown, start + _count_placeholders(value))
-        if shown <= len(images):
+        start = 0 if name == "prompt" or num_prompt + _count_placeholders(value) > len(images) else num_prompt
+        num_shown = max(num_shown, start + _count_placeholders(value))
+        if num_shown <= len(images):
             conversations[name] = reader.fill_placeholders(value, iter(images[start:]), name)
-    if shown != len(images):
+    if num_shown != len(images):
         raise ValueError(
-            f'has {len(images)} images in "{column or "images"}", but its messages show {shown}: use one {TAG}, or one '
-            'part {"type": "image"}, for each'
+            f'has {len(images)} images in "{column or "images"}", but its messages show {num_shown}: use one {TAG}, or '
+            'one part {"type": "image"}, for each'
         )
     return {name: value for name, value in columns.items() if name not in IMAGE_COLUMNS} | conversations
 
@@ -100,7 +100,7 @@ class _ImageReader:
         if not self._allows_urls:
             raise ValueError(f"{url[:80]} is an address; set data.image_urls=true to download such images")
         try:
-            with urllib.request.urlopen(url, timeout=DOWNLOAD_SECONDS) as response:
+            with urllib.request.urlopen(url, timeout=DOWNLOAD_TIMEOUT_SECONDS) as response:
                 return read_image(response.read(LIMITS.max_bytes + 1))
         except (OSError, urllib.error.URLError) as error:
             raise ValueError(f"cannot download {url[:80]}: {error}") from None
@@ -184,7 +184,7 @@ def _split_content(message: Any) -> Any:
 
 
 def _add_placeholders(conversation: Any, num_placeholders: int) -> Any:
-    """Insert `count` placeholders at the beginning of a conversation's first user message."""
+    """Insert `num_placeholders` placeholders at the beginning of a conversation's first user message."""
     for index, message in enumerate(conversation if isinstance(conversation, list) else ()):
         if (key := _find_content_key(message)) and message.get("role", message.get("from")) in (
             "user",

@@ -93,11 +93,11 @@ def find_mismatched_samples(samples: Sequence[Sample]) -> list[Sample]:
     max_length = max((len(sample.token_ids) for sample in samples), default=0)
     mismatched_rows = []
     for index, (prompt, _) in enumerate(candidates):
-        other_prompt, answer = candidates[index - shift]
-        if other_prompt == prompt or len(prompt) + len(answer.token_ids) - len(other_prompt) > max_length:
+        other_prompt, answer_row = candidates[index - shift]
+        if other_prompt == prompt or len(prompt) + len(answer_row.token_ids) - len(other_prompt) > max_length:
             continue
-        token_ids = [*prompt, *answer.token_ids[len(other_prompt) :]]
-        loss_mask = [False] * len(prompt) + answer.loss_mask[len(other_prompt) :]
+        token_ids = [*prompt, *answer_row.token_ids[len(other_prompt) :]]
+        loss_mask = [False] * len(prompt) + answer_row.loss_mask[len(other_prompt) :]
         zeros = [0.0] * len(token_ids)
         mismatched_rows.append(Sample(token_ids, loss_mask, zeros, zeros, zeros, [0] * len(token_ids)))
     return mismatched_rows

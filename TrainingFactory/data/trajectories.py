@@ -52,7 +52,7 @@ ENCODING_ERRORS = "surrogatepass"  # lone surrogates are written and read back u
 def save_trajectories(path: str | Path, trajectories: Iterable[Trajectory], append: bool = False) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    mode, store = "a" if append else "w", ImageStore.beside(path)
+    mode, store = "a" if append else "w", ImageStore.for_file(path)
     with (
         name_file_on_error(path),
         path.open(mode, encoding="utf-8", errors=ENCODING_ERRORS, newline="\n") as file,
@@ -85,12 +85,12 @@ def _serialize_line(trajectory: Trajectory, store: ImageStore | None) -> str:
     turns = row.pop("turns")
     turns_json = ""
     with suppress(ValueError):  # pydantic rejects lone surrogates
-        turns_json = to_json(turns).decode() if all(map(_is_plain, trajectory.turns)) else ""
+        turns_json = to_json(turns).decode() if all(map(_has_plain_values, trajectory.turns)) else ""
     turns_json = turns_json or json.dumps(turns, ensure_ascii=False)
     return f'{json.dumps(row, ensure_ascii=False)[:-1]}, "turns": {turns_json}}}\n'
 
 
-def _is_plain(turn: Turn) -> bool:
+def _has_plain_values(turn: Turn) -> bool:
     """Return whether both serializers agree on a turn, because it has no values of a tool's or environment's own
     types."""
     value_types = set(map(type, turn.signals)) | set(map(type, turn.signals.values()))
@@ -100,8 +100,8 @@ def _is_plain(turn: Turn) -> bool:
 def load_trajectories(
     path: str | Path, group_prefix: str = "", is_growing: bool = False
 ) -> Iterator[Trajectory]:
-    """Yield the trajectories whose group name starts with `groups`. `growing`: ignore an incomplete last line."""
-    store = ImageStore.beside(Path(path))
+    """Yield the trajectories whose group name starts with `group_prefix`. `is_growing`: skip a partial last line."""
+    store = ImageStore.for_file(Path(path))
     with Path(path).open(encoding="utf-8", errors=ENCODING_ERRORS) as file:
         for line_number, line in enumerate(file, 1):
             if is_growing and not line.endswith("\n"):
@@ -230,11 +230,13 @@ class CompactTrajectory:
         turns, previous_ids = [], []
         for turn in trajectory.turns:
             continues, new_ids = _find_new_ids(turn, previous_ids)
-            sampled = turn.completion
-            previous_ids = turn.prompt_ids + sampled.token_ids
-            bare = replace(turn, prompt_ids=[], completion=replace(sampled, token_ids=[], logprobs=[]))
-            ids = np.asarray(sampled.token_ids, np.int32)
-            turns.append((continues, np.asarray(new_ids, np.int32), ids, np.asarray(sampled.logprobs), bare))
+            completion = turn.completion
+            previous_ids = turn.prompt_ids + completion.token_ids
+            bare = replace(turn, prompt_ids=[], completion=replace(completion, token_ids=[], logprobs=[]))
+            ids = np.asarray(completion.token_ids, np.int32)
+            turns.append(
+                (continues, np.asarray(new_ids, np.int32), ids, np.asarray(completion.logprobs), bare)
+            )
         return cls(replace(trajectory, turns=[]), turns)
 
     def restore(self) -> Trajectory:
@@ -298,8 +300,8 @@ def _turn_from_dict(
     prompt and replies are added to it."""
     prompt_images = images_from_rows(row.get("prompt_images", ()), store)
     images.update({image.digest: image for _, image in prompt_images})
-    placed_images = [(images[digest], tokens) for digest, tokens in row.get("image_tokens", ())]
-    new_ids = from_disk_ids(row["new_ids"], placed_images)
+    images_and_counts = [(images[digest], count) for digest, count in row.get("image_tokens", ())]
+    new_ids = from_disk_ids(row["new_ids"], images_and_counts)
     turn = Turn(
         prompt_ids=previous_ids + new_ids if row["continues"] else new_ids,
         completion=Completion(**row["completion"]),

@@ -12,7 +12,7 @@ from typing import Any
 from TrainingFactory.common.options import did_you_mean, nearest
 from TrainingFactory.common.user_code import (
     as_value_error,
-    import_named,
+    import_user_file,
     is_file_name,
     list_definitions,
     split_name,
@@ -46,7 +46,7 @@ def with_absolute_path(target: str) -> str:
 
 def _resolve_target(target: str) -> Any:
     if is_file_name(target):
-        module, path, name = import_named(KIND, target)
+        module, path, name = import_user_file(KIND, target)
         return _find_function(module, str(path), name)
     module_name, colon, name = target.partition(":")
     if not colon or not module_name or not name.isidentifier():

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from TrainingFactory.common.event_loop import foreign_loop_hint
+from TrainingFactory.common.event_loop import explain_foreign_loop
 from TrainingFactory.common.user_code import describe_failure, locate_error
 from TrainingFactory.protocols import ChatFormat, Environment, RewardFunction
 from TrainingFactory.rewards.adapt import Unscored, call_function, validate_reward
@@ -57,4 +57,4 @@ async def score(episode: OpenEpisode, reward_function: RewardFunction | None) ->
 
 def format_error(error: BaseException) -> str:
     """Return the `error` text of an episode for an exception that was raised while the episode was scored."""
-    return f"scoring failed: {describe_failure(error)}{foreign_loop_hint(error)}"
+    return f"scoring failed: {describe_failure(error)}{explain_foreign_loop(error)}"

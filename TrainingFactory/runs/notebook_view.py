@@ -97,11 +97,11 @@ def _list_points(rows: Rows, name: str) -> list[tuple[float, float]]:
 
 def _render_legend(chart: Chart) -> str:
     """Return the names of a chart's curves in their colours; nothing for a single curve."""
-    if len(chart.lines) < 2:
+    if len(chart.curves) < 2:
         return ""
     labels = [
         f'<span style="color:var(--line{index},{CURVE_COLOURS[index]})">&#9632;</span> {_escape(line.name)}'
-        for index, line in enumerate(chart.lines)
+        for index, line in enumerate(chart.curves)
     ]
     return f'<div style="font-size:85%;padding-left:4em">{" &nbsp; ".join(labels)}</div>'
 

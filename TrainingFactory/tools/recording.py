@@ -72,7 +72,7 @@ class Recorder:
 
     def record_to(self, folder: Path) -> None:
         self._output_file = folder / CALLS_FILE
-        self._images = ImageStore.beside(self._output_file)
+        self._images = ImageStore.for_file(self._output_file)
         self._output_file.touch()  # a run without tool calls can be replayed too
 
     def record(

@@ -37,7 +37,7 @@ from TrainingFactory.trainers.resume import restore_progress
 from TrainingFactory.training.async_rollout import AsyncSource
 from TrainingFactory.training.dataset import Dataset, UserObjects
 from TrainingFactory.training.filters import EpisodeFilters
-from TrainingFactory.training.forecasts import DISK_SPEED, CheckpointSpace, StopForecast
+from TrainingFactory.training.forecasts import DISK_BYTES_PER_SECOND, CheckpointSpace, StopForecast
 from TrainingFactory.training.guards import Guards
 from TrainingFactory.training.interrupts import Interrupts
 from TrainingFactory.training.ledger import Ledger
@@ -330,4 +330,4 @@ def _forecast_stop(
     if warning is not None:
         training.watcher.say(f"WARNING {warning}")
     update_seconds = earlier_metrics[-1].get("seconds/update", 0.0) if earlier_metrics else 0.0
-    return StopForecast(sum(checkpoint_sizes) / DISK_SPEED, update_seconds)
+    return StopForecast(sum(checkpoint_sizes) / DISK_BYTES_PER_SECOND, update_seconds)

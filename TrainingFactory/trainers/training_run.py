@@ -27,7 +27,7 @@ from TrainingFactory.runs.tracking import Watcher
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.trainers.loop_setup import PreparedRun, count_steps, make_loop, make_task_order
 from TrainingFactory.trainers.resolution import ResolvedConfig, resolve_config, validate_config
-from TrainingFactory.training.dataset import UserObjects, check_unchanged, gather_data
+from TrainingFactory.training.dataset import UserObjects, check_data_unchanged, gather_data
 from TrainingFactory.training.interrupts import Interrupts
 from TrainingFactory.training.preflight import check_steps
 
@@ -106,7 +106,7 @@ class Training(PreparedRun):
         return make_environment(config, self.tools.is_needed or bool(objects.tasks), add_note)
 
     def _check_unchanged(self, run: RunFolder) -> None:
-        check_unchanged(self.data, run.run_info, run.name)
+        check_data_unchanged(self.data, run.run_info, run.name)
         for file in find_changed_files(run.run_info):
             self.watcher.say(
                 f"note: {file} has changed since run {run.name} was started; the run continues with the new version"

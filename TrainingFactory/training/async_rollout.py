@@ -34,19 +34,19 @@ class AsyncSource(SampledSource):
 
     def __init__(self, *args: Any, max_staleness: int, by_arrival: bool, steps: int, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._max_staleness, self._by_arrival, self._num_steps = max_staleness, by_arrival, steps
+        self._max_staleness, self._trains_by_arrival, self._num_steps = max_staleness, by_arrival, steps
         task_ids = {task.id for task in self._tasks}
         self._has_duplicate_ids = len(task_ids) < len(self._tasks)  # task ids are not unique
         self._slots: dict[int, GroupSlot] = {}  # not trained yet, by number
         self._running: set[asyncio.Task[None]] = set()
         self._finished_slots: list[GroupSlot] = []  # in order of completion
         self._stale_groups: list[Group] = []  # discarded since the last step
-        self._take_time: float | None = None  # time at which the previous step was taken
+        self._taken_at: float | None = None  # time at which the previous step was taken
 
     async def take(self, step: int) -> StepGroups:
         start_time = time.perf_counter()
         self._start_admissible_groups(step)
-        while len(slots := self._take_finished_groups(step)) < self._ledger.groups_ahead[0]:
+        while len(slots := self._take_finished_groups(step)) < self._ledger.group_counts[0]:
             done_tasks, self._running = await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
             if errors := [error for task in done_tasks if (error := task.exception()) is not None]:
                 raise errors[0]  # an error in any group ends the run
@@ -54,8 +54,8 @@ class AsyncSource(SampledSource):
             self._finished_slots.remove(slot)
             del self._slots[slot.number]
         now = time.perf_counter()
-        batch = self._make_step_groups(step, slots, now - start_time, now - (self._take_time or start_time))
-        self._take_time, self._stale_groups, self._clock.seconds = now, [], 0.0
+        batch = self._make_step_groups(step, slots, now - start_time, now - (self._taken_at or start_time))
+        self._taken_at, self._stale_groups, self._reward_clock.seconds = now, [], 0.0
         return batch
 
     async def close(self) -> None:
@@ -68,7 +68,7 @@ class AsyncSource(SampledSource):
     def _start_admissible_groups(self, version: int) -> None:
         """Start the groups of all steps up to `version + max_staleness`; a resumed run restarts its unfinished ones."""
         ledger, last_step = self._ledger, version + self._max_staleness
-        while (step := version + len(ledger.groups_ahead)) <= min(last_step, self._num_steps - 1):
+        while (step := version + len(ledger.group_counts)) <= min(last_step, self._num_steps - 1):
             ledger.start_step(step)
         for number in sorted(ledger.unfinished_groups.keys() - self._slots.keys()):
             if number // self._order.batch_size <= last_step:  # a resume may lower max_staleness
@@ -88,7 +88,7 @@ class AsyncSource(SampledSource):
             is_complete = latest_group.rows or len(slot.groups) > self._algorithm.refill
             if is_complete or find_unscored_problem([latest_group], self._max_unscored):
                 break
-            if (position := self._ledger.take_in_epoch(slot.position)) is None:
+            if (position := self._ledger.take_in_same_epoch(slot.position)) is None:
                 break
             slot.attempt, slot.position = slot.attempt + 1, position
         self._finished_slots.append(slot)
@@ -109,8 +109,8 @@ class AsyncSource(SampledSource):
             if not slot.groups:
                 self._ledger.unfinished_groups[slot.number] = (slot.attempt, slot.position)
             self._start_group(slot)
-        num_groups = self._ledger.groups_ahead[0]
-        if self._by_arrival:
+        num_groups = self._ledger.group_counts[0]
+        if self._trains_by_arrival:
             return self._finished_slots[:num_groups]
         slots = {slot.number: slot for slot in self._finished_slots}
         return [slots[number] for number in sorted(self._slots)[:num_groups] if number in slots]
@@ -126,7 +126,7 @@ class AsyncSource(SampledSource):
             compute_staleness(slot.groups[-1], step) for slot in slots
         ]  # only a slot's last group is trained
         waiting_groups = [group for slot in self._finished_slots for group in slot.groups]
-        metrics = compute_metrics(groups, elapsed_seconds, self._clock) | {
+        metrics = compute_metrics(groups, elapsed_seconds, self._reward_clock) | {
             "staleness/mean": fmean(slot_lags),
             "staleness/max": max(slot_lags),
             "groups/stale": len(self._stale_groups),
@@ -135,10 +135,10 @@ class AsyncSource(SampledSource):
             "seconds/waited": wait_seconds,
         }
         metrics |= self._count_dropped_forks()
-        for name, some_groups in (("waiting", waiting_groups), ("stale", self._stale_groups)):
-            if some_groups:
+        for name, untrained_groups in (("waiting", waiting_groups), ("stale", self._stale_groups)):
+            if untrained_groups:
                 metrics[f"length/{name}"] = fmean(
-                    length for group in some_groups for length in count_sampled_tokens(group)
+                    length for group in untrained_groups for length in count_sampled_tokens(group)
                 )
         problem = find_unscored_problem(groups, self._max_unscored) or find_dropped_problem(groups)
         return StepGroups(step, groups, wait_seconds, metrics, problem, True, recorded_keys, discarded_keys)

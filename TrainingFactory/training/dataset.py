@@ -21,7 +21,7 @@ from TrainingFactory.tools.schema import check_arguments, check_schema, make_val
 from TrainingFactory.types import Task, ToolSpec
 
 NUM_DEFAULT_TASKS = 16
-TRAINING_TASKS = 1000
+NUM_TRAIN_TASKS = 1000
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class Dataset:
         return digest.hexdigest()
 
 
-def check_unchanged(dataset: Dataset, run_info: dict[str, Any], name: str) -> None:
+def check_data_unchanged(dataset: Dataset, run_info: dict[str, Any], name: str) -> None:
     """Raise ValueError if the training data differs from `run_info`, which was recorded when run `name` started."""
     old_size = run_info.get("size", dataset.size)
     if old_size != dataset.size or run_info.get("digest", dataset.digest) != dataset.digest:
@@ -87,7 +87,7 @@ def gather_data(
     if dataset.examples is None and config.data.dataset is not None:
         dataset.examples = read_examples(config, config.data.dataset)
     if dataset.environment is not None and dataset.examples is None:
-        dataset.tasks = list(objects.tasks or ()) or make_tasks(config, dataset.environment, TRAINING_TASKS)
+        dataset.tasks = list(objects.tasks or ()) or make_tasks(config, dataset.environment, NUM_TRAIN_TASKS)
         if KINDS[config.training.algorithm].accepts_demonstrations and not hasattr(
             dataset.environment, "expert"
         ):
@@ -130,7 +130,7 @@ def read_examples(config: TrainingConfig, dataset: Any, is_heldout: bool = False
 
 
 def read_heldout(config: TrainingConfig, heldout: Any, training_data: Any) -> Examples:
-    """Read held-out examples; raise ValueError if they are the rows of the training `dataset`."""
+    """Read held-out examples; raise ValueError if they are the rows of `training_data`."""
     if training_data is None:
         raise ValueError(
             "Held-out rows need a training dataset. For an algorithm that samples episodes or plays an expert, pass a "
@@ -158,14 +158,14 @@ def _have_same_rows(dataset: Any, heldout: Any, is_same_split: bool) -> bool:
 
 def make_form(config: TrainingConfig) -> Form:
     algorithm = config.training.algorithm
-    form = KINDS[algorithm].get_form
-    if form is None:
+    get_form = KINDS[algorithm].get_form
+    if get_form is None:
         algorithms = ", ".join(name for name, kind in KINDS.items() if kind.get_form is not None)
         raise ValueError(
             f"training.algorithm={algorithm} trains on its own episodes, not on a dataset. Set its tasks with "
             f"data.tasks=FILE.jsonl; data.dataset is for {algorithms}"
         )
-    return form(getattr(config, algorithm))
+    return get_form(getattr(config, algorithm))
 
 
 def find_call_problem(spec: ToolSpec, arguments: dict[str, Any]) -> str | None:
@@ -186,8 +186,8 @@ def _gather_heldout(config: TrainingConfig, objects: UserObjects, dataset: Datas
         if objects.heldout is None and config.data.heldout is not None:
             training_data = config.data.dataset if objects.examples is None else objects.examples
             dataset.heldout_examples = read_heldout(config, config.data.heldout, training_data)
-    is_explicit = config.environment.environment_id is not None or objects.environment is not None
-    if dataset.environment is not None and (is_explicit or dataset.heldout_examples is None):
+    is_environment_set = config.environment.environment_id is not None or objects.environment is not None
+    if dataset.environment is not None and (is_environment_set or dataset.heldout_examples is None):
         count = config.data.heldout_count
         if objects.heldout_tasks:
             dataset.heldout = list(objects.heldout_tasks)

@@ -24,7 +24,7 @@ Flags = Sequence[bool]  # one per turn
 Filter = Callable[[Trajectory], Any]  # returns Flags, or one bool for all turns
 
 DROPPED = "dropped"  # episodes
-DROPPED_BY = "dropped by training.filters"  # begins the `error` of a dropped episode
+DROPPED_PREFIX = "dropped by training.filters"  # begins the `error` of a dropped episode
 MASKED = "masked_turns"
 
 
@@ -116,7 +116,7 @@ class EpisodeFilters:
             if dropping_filters and trajectory.reward is not None:
                 counts[DROPPED] += 1
                 is_masked = [True] * len(trajectory.turns)
-                trajectory = replace(trajectory, error=f"{DROPPED_BY}: {', '.join(dropping_filters)}")
+                trajectory = replace(trajectory, error=f"{DROPPED_PREFIX}: {', '.join(dropping_filters)}")
             if any(is_masked):
                 trajectory = replace(trajectory, turns=_mask_turns(trajectory.turns, is_masked))
             episodes.append(trajectory)
@@ -153,7 +153,7 @@ def make_rows_by_role(algorithm: Algorithm, group: Sequence[Trajectory]) -> list
 
 def without_dropped_reward(trajectory: Trajectory) -> Trajectory:
     """Return the episode for credit assignment: without its reward if a filter dropped the episode."""
-    is_dropped = trajectory.error is not None and trajectory.error.startswith(DROPPED_BY)
+    is_dropped = trajectory.error is not None and trajectory.error.startswith(DROPPED_PREFIX)
     return replace(trajectory, reward=None) if is_dropped else trajectory
 
 

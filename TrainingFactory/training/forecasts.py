@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from TrainingFactory.config.schema import ContextSection, LoggingSection
 
 GRACE_SECONDS = 30.0  # seconds between SIGTERM and SIGKILL, Kubernetes' default
-DISK_SPEED = 5e8  # bytes/s to write, sync and hash a checkpoint, until one has been measured
+DISK_BYTES_PER_SECOND = 5e8  # bytes/s to write, sync and hash a checkpoint, until one has been measured
 
 
 @dataclass(slots=True)
@@ -56,30 +56,30 @@ class CheckpointSpace:
         num_states = min(num_checkpoints, 2) if logging.optimizer_state == "newest" else num_checkpoints
         return num_checkpoints * self.model_bytes + num_states * self.state_bytes
 
-    def make_warning(self, free: int, folder: str) -> str | None:
-        """Return a warning if the checkpoints do not fit into `free` bytes, with the largest settings that do."""
-        required, size = self.compute_bytes(self.logging), self.model_bytes + self.state_bytes
-        if required <= free:
+    def make_warning(self, free_bytes: int, folder: str) -> str | None:
+        """Return a warning if the checkpoints do not fit into `free_bytes` bytes, with the largest settings that do."""
+        needed_bytes, checkpoint_bytes = self.compute_bytes(self.logging), self.model_bytes + self.state_bytes
+        if needed_bytes <= free_bytes:
             return None
         remedies = [
-            self._find_fitting_options({}, free),
-            self._find_fitting_options({"optimizer_state": "newest"}, free),
+            self._find_overrides({}, free_bytes),
+            self._find_overrides({"optimizer_state": "newest"}, free_bytes),
         ]
         if not any(remedies) and self.logging.keep_every is not None:
-            remedies = [self._find_fitting_options({"keep_every": None, "optimizer_state": "newest"}, free)]
+            remedies = [self._find_overrides({"keep_every": None, "optimizer_state": "newest"}, free_bytes)]
         remedy = f"Set {' or '.join(filter(None, remedies))}" if any(remedies) else "Free some"
         return (
-            f"{folder} has {free / 1e9:.1f} GB of free disk space, but {self.count_checkpoints(self.logging)} "
-            f"checkpoints of about {size / 1e9:.1f} GB need {required / 1e9:.1f} GB. {remedy}, or "
+            f"{folder} has {free_bytes / 1e9:.1f} GB of free disk space, but {self.count_checkpoints(self.logging)} "
+            f"checkpoints of about {checkpoint_bytes / 1e9:.1f} GB need {needed_bytes / 1e9:.1f} GB. {remedy}, or "
             "choose another logging.output_dir"
         )
 
-    def _find_fitting_options(self, changes: dict[str, object], free: int) -> str | None:
-        """Return config overrides with which the checkpoints fit into `free` bytes: `changes`, with the largest
+    def _find_overrides(self, changes: dict[str, object], free_bytes: int) -> str | None:
+        """Return config overrides with which the checkpoints fit into `free_bytes` bytes: `changes`, with the largest
         possible `keep_checkpoints`. None: the checkpoints do not fit."""
         for num_checkpoints in range(self.logging.keep_checkpoints, 0, -1):
             logging_options = self.logging.model_copy(update={"keep_checkpoints": num_checkpoints} | changes)
-            if self.compute_bytes(logging_options) <= free:
+            if self.compute_bytes(logging_options) <= free_bytes:
                 if num_checkpoints < self.logging.keep_checkpoints:
                     changes = changes | {"keep_checkpoints": num_checkpoints}
                 overrides = {key: "null" if value is None else value for key, value in changes.items()}
@@ -88,16 +88,16 @@ class CheckpointSpace:
 
 
 def forecast_rows(context: ContextSection, prompt_tokens: float, turn_tokens: float, num_turns: int) -> int:
-    """Estimate the training rows of an episode whose `turns` turns each add `turn_tokens` to the first prompt. Assumed
-    folds: window and summary restart from the prompt; other kinds remove half of the older turns."""
+    """Estimate the training rows of an episode whose turns each add `turn_tokens` to the first prompt. Assumed folds:
+    window and summary restart from the prompt; other kinds remove half of the older turns."""
     num_rows, prompt_size, num_folds = 1, prompt_tokens, 0
     for _ in range(num_turns - 1):
         prompt_size += turn_tokens
         if prompt_size <= context.limit or num_folds >= context.max_folds:
             continue
         kept_tokens = context.keep_turns * turn_tokens
-        sizes = {"window": prompt_tokens + kept_tokens, "summary": prompt_tokens + context.summary_tokens}
+        new_sizes = {"window": prompt_tokens + kept_tokens, "summary": prompt_tokens + context.summary_tokens}
         older_tokens = max(0.0, prompt_size - prompt_tokens - kept_tokens)
-        prompt_size = min(prompt_size, sizes.get(context.fold, prompt_size - older_tokens / 2))
+        prompt_size = min(prompt_size, new_sizes.get(context.fold, prompt_size - older_tokens / 2))
         num_rows, num_folds = num_rows + 1, num_folds + 1
     return num_rows

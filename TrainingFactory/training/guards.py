@@ -47,23 +47,23 @@ class Guards:
         self._has_rewards |= any(trajectory.reward is not None for trajectory in batch.trajectories)
         if batch.problem is None:
             self.unusable_steps = 0
-            stop = (
+            reason = (
                 (self._check_state_names(batch) or self._check_equal_rewards(batch))
                 if batch.is_sampled
                 else None
             )
-            return GuardAction(saves_checkpoint=stop is not None, stop_reason=stop)
+            return GuardAction(saves_checkpoint=reason is not None, stop_reason=reason)
         self.unusable_steps += 1
         has_tool_failures = any(trajectory.status == "tool_failure" for trajectory in batch.trajectories)
-        stop, pause = None, 0.0
+        reason, seconds = None, 0.0
         if self.unusable_steps >= (MAX_STEPS_WITHOUT_TOOLS if has_tool_failures else MAX_UNUSABLE_STEPS):
-            stop = f"Stopped after {self.unusable_steps} consecutive unusable steps: {batch.problem}"
+            reason = f"Stopped after {self.unusable_steps} consecutive unusable steps: {batch.problem}"
         elif not self._has_rewards and (is_last or not has_tool_failures):
-            stop = f"Stopped because no episode of the run could be scored: {batch.problem}"
+            reason = f"Stopped because no episode of the run could be scored: {batch.problem}"
         elif has_tool_failures and not self._is_replay:
-            pause = min(2.0 ** (self.unusable_steps - 1), MAX_PAUSE_SECONDS)
+            seconds = min(2.0 ** (self.unusable_steps - 1), MAX_PAUSE_SECONDS)
         # If the problem persists, the run can resume from before the first of these steps.
-        return GuardAction(self.unusable_steps == 1, batch.problem, stop_reason=stop, pause_seconds=pause)
+        return GuardAction(self.unusable_steps == 1, batch.problem, stop_reason=reason, pause_seconds=seconds)
 
     def check_update(self, metrics: dict[str, float], is_last: bool) -> GuardAction:
         """Return the action for the mismatch between sampler and learner that an update measured. A step without tokens
@@ -101,7 +101,7 @@ class Guards:
         """Return the reason to stop the run after `max_equal_steps` consecutive steps in which no group gave training
         rows or all rewards were equal (algorithms without groups would train on those too); else None."""
         rewards = [trajectory.reward for trajectory in batch.trajectories if trajectory.reward is not None]
-        are_equal = len({list_amounts(reward) for reward in rewards}) == 1
+        are_equal = len({list_reward_values(reward) for reward in rewards}) == 1
         self._equal_steps = self._equal_steps + 1 if len(rewards) > 1 and (are_equal or not batch.rows) else 0
         if self._max_equal_steps is None or self._equal_steps < self._max_equal_steps:
             return None
@@ -116,7 +116,7 @@ class Guards:
         )
 
 
-def list_amounts(reward: Reward) -> tuple[float, ...]:
+def list_reward_values(reward: Reward) -> tuple[float, ...]:
     """Return the outcome and the step rewards, without trailing zeros, because episodes differ in their number of
     turns."""
     step_rewards = list(reward.steps)

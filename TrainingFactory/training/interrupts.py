@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
-from TrainingFactory.common.event_loop import sigterm_as_ctrl_c
+from TrainingFactory.common.event_loop import treat_sigterm_as_ctrl_c
 
 T = TypeVar("T")
 # Seconds within which signals count as one: `timeout` and some supervisors signal a process and then its whole group.
@@ -27,7 +27,7 @@ class Interrupts:
     thread is stopped by `request_stop`."""
 
     def __init__(self, notify: Callable[[str], None]) -> None:
-        self.is_requested = False
+        self.is_stop_requested = False
         self._notify, self._request_time = notify, 0.0
         self._failure: Exception | None = None
         self._run_task: asyncio.Task[Any] | None = None
@@ -63,7 +63,7 @@ class Interrupts:
         with contextlib.suppress(NotImplementedError):  # Windows
             loop.add_signal_handler(signal.SIGINT, self.request_stop)
         try:
-            with sigterm_as_ctrl_c():
+            with treat_sigterm_as_ctrl_c():
                 yield
         finally:
             with contextlib.suppress(NotImplementedError):
@@ -74,10 +74,10 @@ class Interrupts:
         """Request a stop: cancel sampling, or stop after the running update. A second request cancels the run."""
         if self._failure is not None:
             return
-        now, was_requested = time.monotonic(), self.is_requested
+        now, was_requested = time.monotonic(), self.is_stop_requested
         if was_requested and now - self._request_time < SAME_REQUEST_SECONDS:
             return
-        self.is_requested, self._request_time = True, now
+        self.is_stop_requested, self._request_time = True, now
         if was_requested and self._run_task is not None:
             self._run_task.cancel()
         elif self._sampling_future is not None:
@@ -89,7 +89,7 @@ class Interrupts:
 
     def check(self) -> None:
         """Raise StopRequested if the user requested a stop."""
-        if self.is_requested:
+        if self.is_stop_requested:
             raise StopRequested
 
     async def interruptible(self, sampling: Awaitable[T]) -> T:
@@ -104,7 +104,7 @@ class Interrupts:
             if not future.done():
                 future.cancel()
                 await asyncio.gather(future, return_exceptions=True)
-            if self.is_requested:
+            if self.is_stop_requested:
                 raise StopRequested from None
             raise
         finally:

@@ -20,14 +20,14 @@ class Ledger:
         order: TaskOrder,
         consumed: Sequence[Sequence[int]] = (),
         unfinished: Sequence[Sequence[int]] = (),
-        groups_ahead: Sequence[int] = (),
+        group_counts: Sequence[int] = (),
     ) -> None:
         self._order = order
         self._trained_positions = {position for start, end in consumed[1:] for position in range(start, end)}
         self._trained_end = consumed[0][1] if consumed else 0  # all positions before it are trained
         self.next_position = max(self._trained_positions, default=self._trained_end - 1) + 1
         self.unfinished_groups = {number: (attempt, position) for number, attempt, position in unfinished}
-        self.groups_ahead = list(groups_ahead)  # number of groups of each started and untrained step
+        self.group_counts = list(group_counts)  # number of groups of each started and untrained step
         running_positions = {position for _, position in self.unfinished_groups.values()}
         self.next_position = max(self.next_position, max(running_positions, default=-1) + 1)
         # Positions of refills that were discarded with their group.
@@ -46,7 +46,7 @@ class Ledger:
         """Return the next `num_positions` positions of the task order, or fewer at the end of an epoch."""
         return [self._pop_position() for _ in range(min(num_positions, self.num_left))]
 
-    def take_in_epoch(self, position: int) -> int | None:
+    def take_in_same_epoch(self, position: int) -> int | None:
         """Return the next position of the task order if it is in the same epoch as `position`; else None."""
         return (
             self._pop_position()
@@ -59,7 +59,7 @@ class Ledger:
         positions = self.take_positions(self._order.batch_size)
         first_number = step * self._order.batch_size
         self.unfinished_groups |= {first_number + i: (0, position) for i, position in enumerate(positions)}
-        self.groups_ahead.append(len(positions))
+        self.group_counts.append(len(positions))
         return list(range(first_number, first_number + len(positions)))
 
     def mark_trained(self, groups: Iterable[Group]) -> None:
@@ -71,7 +71,7 @@ class Ledger:
             self._trained_positions.remove(self._trained_end)
             self._trained_end += 1
         self.next_position = max(self.next_position, self._trained_end)  # dataset examples are not taken
-        self.groups_ahead = self.groups_ahead[1:]
+        self.group_counts = self.group_counts[1:]
 
     def make_state(self) -> dict[str, Any]:
         """Return the checkpoint state that `from_state` restores."""
@@ -84,7 +84,7 @@ class Ledger:
         state: dict[str, Any] = {"batch_size": self._order.batch_size, "consumed": ranges}
         if self.unfinished_groups:
             rows = sorted((number, *slot) for number, slot in self.unfinished_groups.items())
-            state |= {"under_way": [list(row) for row in rows], "ahead": self.groups_ahead}
+            state |= {"under_way": [list(row) for row in rows], "ahead": self.group_counts}
         return state
 
     @classmethod
@@ -114,21 +114,21 @@ class Ledger:
 def find_ledger_errors(rows: Iterable[dict[str, Any]], is_finished: bool = True) -> list[str]:
     """Return the errors in the rows of consumed.jsonl: steps, groups and places that were trained twice and, if the run
     `is_finished`, places that were never trained."""
-    steps, places, problems = Counter[int](), Counter[int](), list[str]()
+    step_counts, position_counts, problems = Counter[int](), Counter[int](), list[str]()
     group_steps: dict[int, int] = {}
     for row in rows:
-        steps[row["step"]] += 1
+        step_counts[row["step"]] += 1
         for number, attempt, position in row["groups"]:
-            places[position] += 1
+            position_counts[position] += 1
             if group_steps.setdefault(number, row["step"]) != row["step"]:
                 problems.append(
                     f"group {number} (attempt {attempt}) in the steps {group_steps[number]} and {row['step']}"
                 )
-    for label, counts in (("step", steps), ("place", places)):
+    for label, counts in (("step", step_counts), ("place", position_counts)):
         problems += [f"{label} {value} {count} times" for value, count in sorted(counts.items()) if count > 1]
-    if list(steps) != list(range(1, len(steps) + 1)):
-        problems.append(f"the steps are {list(steps)}")
+    if list(step_counts) != list(range(1, len(step_counts) + 1)):
+        problems.append(f"the steps are {list(step_counts)}")
     if is_finished:
-        untrained = sorted(set(range(max(places, default=-1))) - set(places))
-        problems += [f"place {position} was never trained" for position in untrained]
+        untrained_positions = sorted(set(range(max(position_counts, default=-1))) - set(position_counts))
+        problems += [f"place {position} was never trained" for position in untrained_positions]
     return problems

@@ -108,7 +108,7 @@ class TrainingLoop:
                 state, reason = await self._run_steps()
             return await self._finish_run(state, reason)
         except asyncio.CancelledError:
-            if not self.interrupts.is_requested:
+            if not self.interrupts.is_stop_requested:
                 raise
             return await self._finish_run("interrupted")  # without saving; the last checkpoint remains
         except Exception as error:
@@ -151,8 +151,8 @@ class TrainingLoop:
     async def _run_remaining_steps(self) -> str | None:
         """Run all remaining steps; return the reason if the run ends early."""
         stream = StepStream(self.source, self.progress.steps, self.num_steps)
-        if (sampler_loss := await self._publish_weights()) is not None:
-            raise sampler_loss
+        if (lost_error := await self._publish_weights()) is not None:
+            raise lost_error
         if self.progress.steps == 0 and self._is_evaluation_due():
             await self._log_metrics(0, await self.interrupts.interruptible(self._evaluate_heldout()))
         if (metrics := self.progress.unlogged_metrics) is not None:
@@ -173,14 +173,14 @@ class TrainingLoop:
                 metrics = await self.policy.step(batch.rows, batch.step)
             finally:  # after a failure, resuming truncates the extra episodes as after a kill
                 episode_metrics = await write_task
-            sampler_loss = await self._publish_weights()
+            lost_error = await self._publish_weights()
             update_seconds = time.perf_counter() - start_time
             await self._record_step(batch, metrics | episode_metrics, update_seconds)
             if batch.step > first_step:
                 self.stop_forecast.update_seconds = update_seconds
                 self._warn(self.stop_forecast.make_warning())
-            if sampler_loss is not None:
-                raise sampler_loss
+            if lost_error is not None:
+                raise lost_error
             await self._act_on_guard(batch.step, self.guards.check_update(metrics, is_last))
             reason = self.scores.find_stop_reason()
             await self._save_if_due(is_last=reason is not None)
@@ -307,9 +307,9 @@ class TrainingLoop:
         self._begin_phase("evaluate")
         start_time = time.perf_counter()
         metrics = await self._play_heldout() if self.heldout.tasks else {}
-        if self.heldout.dataset is not None:
-            rows = await in_thread(self._make_heldout_rows, self.heldout.dataset)
-            metrics |= await self.policy.evaluate(rows, self.progress.steps) | self.heldout.dataset.left_out
+        if (dataset := self.heldout.dataset) is not None:
+            rows = await in_thread(self._make_heldout_rows, dataset)
+            metrics |= await self.policy.evaluate(rows, self.progress.steps) | dataset.skipped_row_counts
         metrics["seconds"] = time.perf_counter() - start_time
         return {f"eval/{name}": value for name, value in metrics.items()}
 
@@ -324,8 +324,8 @@ class TrainingLoop:
         metrics = self.tools.metrics(lambda key: key.step == step_name)
         metrics |= heldout.clock.take_costs() if heldout.clock is not None else {}
         if heldout.append_record is not None:
-            elapsed = {"seconds": time.perf_counter() - start_time}
-            await in_thread(heldout.append_record, num_done, episodes, metrics | elapsed)
+            duration = {"seconds": time.perf_counter() - start_time}
+            await in_thread(heldout.append_record, num_done, episodes, metrics | duration)
         return compute_evaluation_metrics(episodes) | metrics
 
     def _make_heldout_rows(self, dataset: TokenizedDataset) -> list[Sample]:

@@ -170,9 +170,9 @@ def _find_fork_budget_problems(
 def check_steps(config: TrainingConfig, steps: int) -> None:
     """Raise ValueError if a run of `steps` steps would never update the policy."""
     if config.training.algorithm == "ppo" and config.ppo.critic_warmup >= steps:
-        span = f"training.max_steps={steps}" if config.training.max_steps else f"{steps} steps in all epochs"
+        limit = f"training.max_steps={steps}" if config.training.max_steps else f"{steps} steps in all epochs"
         raise ValueError(
-            f"ppo.critic_warmup={config.ppo.critic_warmup} of {span}: the policy would never be updated. Reduce "
+            f"ppo.critic_warmup={config.ppo.critic_warmup} of {limit}: the policy would never be updated. Reduce "
             "critic_warmup, or make the run longer"
         )
 

@@ -34,10 +34,10 @@ class RecordedSource:
                 f"Cannot replay run {run.name}: it was sampled with optimization.async_rollout and has no recorded "
                 "episodes (logging.save_trajectories=false)"
             )
-        self._rows = run.read_ledger()
-        self.steps = len(self._rows)
+        self._ledger_rows = run.read_ledger()
+        self.steps = len(self._ledger_rows)
         self._groups = self._read_groups()
-        num_skipped = sum(len(row["groups"]) for row in self._rows[:first_step])
+        num_skipped = sum(len(row["groups"]) for row in self._ledger_rows[:first_step])
         next(islice(self._groups, num_skipped, num_skipped), None)
 
     async def take(self, step: int) -> StepGroups:
@@ -51,12 +51,12 @@ class RecordedSource:
     async def close(self) -> None: ...
 
     def _take_groups(self, step: int) -> list[Group]:
-        slots = self._rows[step]["groups"]
+        slots = self._ledger_rows[step]["groups"]
         groups = list(islice(self._groups, len(slots)))
         task_ids = [group[0].task.id for group in groups]
-        if task_ids != self._rows[step]["tasks"]:
-            difference = f"{self._run.path / TRAJECTORIES} and {CONSUMED} differ"
-            raise ValueError(f"{difference} in step {step + 1}: {task_ids} and {self._rows[step]['tasks']}")
+        if task_ids != self._ledger_rows[step]["tasks"]:
+            text = f"{self._run.path / TRAJECTORIES} and {CONSUMED} differ"
+            raise ValueError(f"{text} in step {step + 1}: {task_ids} and {self._ledger_rows[step]['tasks']}")
         return self._filters.make_groups(groups, self._algorithm, slots)
 
     def _read_groups(self) -> Iterator[list[Trajectory]]:

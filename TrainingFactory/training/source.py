@@ -104,26 +104,26 @@ class SampledSource:
     ) -> None:
         self._filters = filters or EpisodeFilters({})
         self._tasks, self._order, self._rollouts, self._sampler = tasks, order, rollouts, sampler
-        self._algorithm, self._clock = algorithm, clock  # the rollouts' reward is this clock
+        self._algorithm, self._reward_clock = algorithm, clock  # the rollouts' reward is this clock
         self._ledger, self._group_size, self._max_unscored = ledger, group_size, max_unscored
 
     async def take(self, step: int) -> StepGroups:
         start_time = time.perf_counter()
-        self._clock.seconds = self._rollouts.tail_seconds = 0.0
+        self._reward_clock.seconds = self._rollouts.tail_seconds = 0.0
         first_number = step * self._order.batch_size
         num_left, numbers = self._ledger.num_left, range(first_number, first_number + self._order.batch_size)
         groups = latest = await self._play_groups(step, numbers, self._ledger.take_positions(len(numbers)), 0)
         for attempt in range(1, self._algorithm.refill + 1):
-            open_numbers = [group.number for group in latest if not group.rows][: num_left - len(groups)]
-            if not open_numbers or find_unscored_problem(latest, self._max_unscored):
+            refill_numbers = [group.number for group in latest if not group.rows][: num_left - len(groups)]
+            if not refill_numbers or find_unscored_problem(latest, self._max_unscored):
                 break
             latest = await self._play_groups(
-                step, open_numbers, self._ledger.take_positions(len(open_numbers)), attempt
+                step, refill_numbers, self._ledger.take_positions(len(refill_numbers)), attempt
             )
             groups = groups + latest
         seconds = time.perf_counter() - start_time
         problem = find_unscored_problem(groups, self._max_unscored) or find_dropped_problem(groups)
-        metrics = compute_metrics(groups, seconds, self._clock)
+        metrics = compute_metrics(groups, seconds, self._reward_clock)
         metrics["tail_share"] = self._rollouts.tail_seconds / seconds
         metrics |= self._count_dropped_forks()
         return StepGroups(step, groups, seconds, metrics, problem, is_sampled=True)
@@ -244,7 +244,7 @@ class DatasetSource:
         start_time = time.perf_counter()
         groups = await in_thread(self._make_groups, step)
         batch = make_demonstration_step(step, groups, time.perf_counter() - start_time)
-        batch.metrics |= self._dataset.left_out
+        batch.metrics |= self._dataset.skipped_row_counts
         return batch
 
     async def close(self) -> None: ...

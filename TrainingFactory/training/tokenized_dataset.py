@@ -13,7 +13,7 @@ import numpy as np
 from TrainingFactory.common.texts import pluralize
 from TrainingFactory.data.conversations import Conversation
 from TrainingFactory.data.datasets import join_problems
-from TrainingFactory.data.examples import Example, Examples, total_reward_of
+from TrainingFactory.data.examples import Example, Examples, compute_total_reward
 from TrainingFactory.data.ranking import pick_best_and_worst
 from TrainingFactory.data.rewriting import FoldedEpisodeError, UnparsableCallError, rerender
 from TrainingFactory.data.trajectories import CompactTrajectory
@@ -92,9 +92,9 @@ class TokenizedDataset:
         if problems and not skip_bad_rows:
             raise ValueError(join_problems(problems))
         if not self.ids:
-            unused = [f"{self.unused} recorded episodes give no training signal"] if self.unused else []
+            unused_notes = [f"{self.unused} recorded episodes give no training signal"] if self.unused else []
             raise ValueError(
-                f"No usable row in the dataset:\n{join_problems([*self.bad_rows, *self.long_rows, *unused])}"
+                f"No usable row in the dataset:\n{join_problems([*self.bad_rows, *self.long_rows, *unused_notes])}"
             )
         for note in [*examples.notes, *self._describe_skipped_rows()]:
             notify(note)
@@ -116,7 +116,7 @@ class TokenizedDataset:
         return rows
 
     @property
-    def left_out(self) -> dict[str, float]:
+    def skipped_row_counts(self) -> dict[str, float]:
         """Return the numbers of skipped rows by reason, without zeros."""
         counts = {"bad": len(self.bad_rows), "long": len(self.long_rows), "unused": self.unused}
         return {f"rows_left_out/{reason}": float(count) for reason, count in counts.items() if count}
@@ -125,8 +125,8 @@ class TokenizedDataset:
         if self.bad_rows:
             yield f"Skipping {len(self.bad_rows)} bad rows: {_join_first_rows(self.bad_rows)}"
         if self.long_rows:
-            rows = pluralize(len(self.long_rows), "row")
-            yield f"Skipping {rows} longer than model.max_length: {_join_first_rows(self.long_rows)}"
+            row_count = pluralize(len(self.long_rows), "row")
+            yield f"Skipping {row_count} longer than model.max_length: {_join_first_rows(self.long_rows)}"
         if self.unused:
             yield f"Skipping {self.unused} recorded episodes that give no training signal"
 
@@ -151,7 +151,7 @@ class TokenizedDataset:
             example.conversations,
             dict[int, list[TokenizedConversation | CompactTrajectory]](),
         )
-        while pair := pick_best_and_worst(candidates, total_reward_of):
+        while pair := pick_best_and_worst(candidates, compute_total_reward):
             for episode in pair:
                 if id(episode) not in usable:
                     usable[id(episode)] = self._select_usable_episode(example, [episode])
@@ -184,10 +184,10 @@ class TokenizedDataset:
         return []
 
     def _tokenize_conversation(self, conversation: Conversation) -> TokenizedConversation | CompactTrajectory:
-        if (trajectory := conversation.recorded) is not None:
-            episode = trajectory.restore()
+        if (recording := conversation.recorded) is not None:
+            episode = recording.restore()
             new_episode = rerender(self.chat, episode)
-            return trajectory if new_episode is episode else CompactTrajectory.from_trajectory(new_episode)
+            return recording if new_episode is episode else CompactTrajectory.from_trajectory(new_episode)
         chat, start = self.chat, conversation.start
         messages = [
             self._as_sampled(message, message_index in conversation.bad)
@@ -205,7 +205,7 @@ class TokenizedDataset:
             turn_spans.append((begin, len(ids)))
             trained_messages.append(message)
             later_indices = range(index + 1, len(messages))
-            next_assistant = next((n for n in later_indices if messages[n].role == "assistant"), None)
+            next_assistant = next((i for i in later_indices if messages[i].role == "assistant"), None)
             if next_assistant is None:
                 break
             ids = ids + chat.extend(turn, messages[index + 1 : next_assistant])
@@ -245,8 +245,8 @@ class TokenizedDataset:
                 return message
             raise ValueError(f"its text has a broken tool call: {call_error}")
         # The parser of an always-thinking model reads a plain answer as unfinished reasoning.
-        is_open = parsed.reasoning is not None and not parsed.content and not parsed.tool_calls
-        return parsed if (parsed.tool_calls or parsed.reasoning is not None) and not is_open else message
+        is_partial = parsed.reasoning is not None and not parsed.content and not parsed.tool_calls
+        return parsed if (parsed.tool_calls or parsed.reasoning is not None) and not is_partial else message
 
 
 def _join_first_rows(rows: Sequence[str]) -> str:

@@ -113,7 +113,7 @@ async def test_a_program_that_kills_what_the_run_started_ends_all_the_same_and_f
     (tmp_path / "others").write_text(" ".join(others))
     (tmp_path / "agent.py").write_text(KILLER)
     program = AgentProgram(shlex.join([sys.executable, "-S", "agent.py"]), {"cwd": str(tmp_path)})
-    playing = asyncio.ensure_future(program(TASK).play(None))  # type: ignore[arg-type]
+    playing = asyncio.ensure_future(program(TASK).run_program(None))  # type: ignore[arg-type]
     while not (tmp_path / "ready").exists():
         await asyncio.sleep(0.02)
     playing.cancel()

@@ -40,8 +40,8 @@ def test_every_curve_of_a_run() -> None:
     row = dict.fromkeys((*names, *seconds, "reward", "reward_std", "eval/success"), 0.5)
     row |= {"eval/success_low": 0.4, "eval/success_high": 0.6}
     found = {chart.title: chart for chart in make_charts([row | {"step": step} for step in (1, 2, 3)])}
-    assert [len(chart.lines) for chart in found.values()] == [1, 1, 1, 1, 1, 1, 1, 1, 2, 1, 4]
-    [reward], [heldout] = (found[title].lines for title in list(found)[:2])
+    assert [len(chart.curves) for chart in found.values()] == [1, 1, 1, 1, 1, 1, 1, 1, 2, 1, 4]
+    [reward], [heldout] = (found[title].curves for title in list(found)[:2])
     assert [*reward.low] == [(1, 0.0), (2, 0.0), (3, 0.0)] and [*heldout.high] == [
         (1, 0.6),
         (2, 0.6),
@@ -55,10 +55,10 @@ def test_places_on_the_sheet() -> None:
         "x", [Curve("a", [(1, 0.0), (2, float("nan")), (3, 1.0)], low=[(1, -1.0)], high=[(3, 1.0)])]
     )
     assert (chart.bottom, chart.top, chart.first_step, chart.last_step) == (-1.0, 1.0, 1, 3)
-    (left, middle), (right, top) = chart.to_pixels(chart.lines[0].points)
+    (left, middle), (right, top) = chart.to_pixels(chart.curves[0].points)
     assert (
         left < right
-        and [height for height, _ in chart.marks] == [196, middle, top]
+        and [height for height, _ in chart.grid_lines] == [196, middle, top]
         and middle == (196 + top) / 2
     )
     many = thin_out([(step, float(step)) for step in range(9_600)])

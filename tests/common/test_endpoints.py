@@ -140,8 +140,10 @@ def test_calls_thoughts_and_counts_of_a_reply(api: Any):
     assert ModelReply.from_json(json.loads(json.dumps(reply.as_json()))) == reply
     # The next request repeats the provider's own form, with its signature, and names the call that is answered.
     result = Message("tool", "found", tool_call_id=call.id, name="search")
-    following = ModelRequest([*asked.messages, reply.message, result], [TOOL], originals={1: reply.original})
-    sent = json.dumps(endpoint.make_body(following))
+    later = ModelRequest(
+        [*asked.messages, reply.message, result], [TOOL], original_messages={1: reply.original}
+    )
+    sent = json.dumps(endpoint.make_body(later))
     assert sent.count(f'"{call.id}"') == 2 and ('"s1"' in sent) == (api != "openai")
 
 
@@ -183,7 +185,9 @@ def test_options_change_and_remove_fields():
     endpoint = make_endpoint(
         model="openai:m", options={"max_completion_tokens": 9, "temperature": None, "seed": 1}
     )
-    body = endpoint.make_body(ModelRequest([Message("user", "x")], number=2, temperature=1.0, max_tokens=64))
+    body = endpoint.make_body(
+        ModelRequest([Message("user", "x")], sample_index=2, temperature=1.0, max_tokens=64)
+    )
     assert body == {
         "model": "m",
         "messages": [{"role": "user", "content": "x"}],

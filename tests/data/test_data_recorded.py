@@ -109,7 +109,7 @@ def test_texts_with_tags_become_calls_and_broken_ones_are_told() -> None:
         with pytest.raises(ValueError, match=f"row 0 of the dataset.*{said}"):
             in_tokens(broken, chat=chat)
         found = in_tokens(broken, chat=chat, skip_bad_rows=True)
-        assert len(found) == 1 and found.left_out == {"rows_left_out/bad": 1.0}
+        assert len(found) == 1 and found.skipped_row_counts == {"rows_left_out/bad": 1.0}
         # as the bad side of a pair it is what it is
         row = {"prompt": "a", "chosen": "b", "rejected": broken[0]["completion"]}
         (_, rejected) = in_tokens([row], "dpo", chat).group(0)
@@ -119,7 +119,7 @@ def test_texts_with_tags_become_calls_and_broken_ones_are_told() -> None:
 def test_long_rows_are_left_out_whole() -> None:
     dialogues = [*tool_dialogues(2), {"prompt": "a " * 500, "completion": "b"}]
     found = in_tokens(dialogues, limit=400)
-    assert len(found) == 2 and found.left_out == {"rows_left_out/long": 1.0}
+    assert len(found) == 2 and found.skipped_row_counts == {"rows_left_out/long": 1.0}
     assert "row 2 of the dataset has" in found.long_rows[0] and "over the limit of 400" in found.long_rows[0]
     with pytest.raises(ValueError, match="No usable row in the dataset:\nrow 0 of the dataset has"):
         in_tokens(dialogues, limit=20)
@@ -163,13 +163,16 @@ def test_of_a_group_the_best_and_the_worst_that_fit_are_kept(tmp_path: Path) -> 
     episodes[1].turns[-1].message = loaded()[2].parse(long.token_ids)
     save_trajectories(tmp_path / "t.jsonl", episodes)
     found = in_tokens(tmp_path / "t.jsonl", "dpo", limit=3000)
-    assert len(found) == 2 and found.left_out == {"rows_left_out/long": 1.0}
+    assert len(found) == 2 and found.skipped_row_counts == {"rows_left_out/long": 1.0}
     assert [[each.member for each in found.group(number)] for number in range(2)] == [[3, 4], [1, 4]]
     assert [found.group(0)[0], found.group(1)[1]] == [episodes[3], episodes[9]]  # with all that was recorded
     # where nothing else is left, there is no pair
     save_trajectories(tmp_path / "u.jsonl", [*episodes[1:3], *episodes[5:]])
     found = in_tokens(tmp_path / "u.jsonl", "dpo", limit=3000)
-    assert len(found) == 1 and found.left_out == {"rows_left_out/long": 1.0, "rows_left_out/unused": 1.0}
+    assert len(found) == 1 and found.skipped_row_counts == {
+        "rows_left_out/long": 1.0,
+        "rows_left_out/unused": 1.0,
+    }
 
 
 def test_a_call_that_nobody_could_read_is_not_rewritten(tmp_path: Path) -> None:
@@ -183,7 +186,7 @@ def test_a_call_that_nobody_could_read_is_not_rewritten(tmp_path: Path) -> None:
     save_trajectories(tmp_path / "t.jsonl", episodes)
     found = in_tokens(tmp_path / "t.jsonl", "dpo", other, 10_000)
     assert [each.member for each in found.group(0)] == [0, 1]
-    assert found.left_out == {"rows_left_out/unused": 1.0}
+    assert found.skipped_row_counts == {"rows_left_out/unused": 1.0}
     assert len(in_tokens(tmp_path / "t.jsonl", "kto", other, 10_000)) == 2
 
 

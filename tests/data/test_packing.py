@@ -62,7 +62,7 @@ def check(rows: list[Sample], packs: list[Pack]) -> None:
 
 
 def test_the_docs_example(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "MIN_SAVING", 1)
+    monkeypatch.setattr(packing, "MIN_SAVED_TOKENS", 1)
     (tree,) = pack([row([9, 8, 7, 1, 1]), row([9, 8, 7, 2, 2, 2])])
     assert tree.token_ids.tolist() == [9, 8, 7, 1, 1, 2, 2, 2]
     assert tree.positions.tolist() == [0, 1, 2, 3, 4, 3, 4, 5]
@@ -97,7 +97,7 @@ def test_ragged_rows_are_found_again(seed: int, budget: int, sharing: bool) -> N
 )
 def test_any_rows(ids: list[list[int]], budget: int, saving: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "MIN_SAVING", saving)
+        patch.setattr(packing, "MIN_SAVED_TOKENS", saving)
         rows = [row(one, value=number) for number, one in enumerate(ids)]
         packs = pack(rows, budget)
         check(rows, packs)

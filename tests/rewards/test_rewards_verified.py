@@ -10,7 +10,7 @@ import pytest
 from tests.kits.rollout import Echo
 from tests.kits.rules import reward as rewarded
 from tests.kits.rules import scored
-from TrainingFactory.common.sql.compare import orders_rows
+from TrainingFactory.common.sql.compare import has_order_by
 from TrainingFactory.rewards.rules.tool_verified import make_verifier
 from TrainingFactory.tools import tool
 from TrainingFactory.tools.custom_tools import PythonTool, SqlTool
@@ -130,7 +130,7 @@ def test_what_cannot_be_verified_is_not_zero(shown: Path):
     ],
 )
 def test_which_queries_order_their_rows(ordered: bool, query: str):
-    assert orders_rows(query) == ordered
+    assert has_order_by(query) == ordered
 
 
 @pytest.fixture(scope="module")

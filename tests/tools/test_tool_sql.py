@@ -162,7 +162,7 @@ def test_statements_without_end_and_values_without_measure(shop: Path):
 
 
 def test_a_copy_cannot_grow_without_end(shop: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("TrainingFactory.common.sql.database.GROWTH_PAGES", 10)
+    monkeypatch.setattr("TrainingFactory.common.sql.database.MAX_GROWTH_PAGES", 10)
     (result,) = run(SqlTool(shop, write=True), "INSERT INTO items(photo) SELECT zeroblob(1000) FROM many")
     assert not result.ok and "full" in result.content
 

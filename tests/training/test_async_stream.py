@@ -153,7 +153,7 @@ def test_states_of_earlier_versions_and_of_another_batch_size() -> None:
             Ledger.from_state(order, {"step": 2} | state)
     ledger = Ledger(order)
     assert ledger.start_step(0) + ledger.start_step(1) == [0, 1, 2, 3, 4, 5]
-    assert ledger.num_left == 1 and ledger.take_in_epoch(0) == 6 and ledger.take_in_epoch(0) is None
+    assert ledger.num_left == 1 and ledger.take_in_same_epoch(0) == 6 and ledger.take_in_same_epoch(0) is None
     ledger.mark_trained([Group(4, [], position=4), Group(1, [], position=1), Group(0, [], position=0)])
     state = ledger.make_state()
     assert state == {

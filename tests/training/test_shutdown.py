@@ -14,7 +14,7 @@ import pytest
 
 from tests.kits.run import Parity, Quiet, assert_same_run, brief, go_on, small, train
 from TrainingFactory.assembly.export import export
-from TrainingFactory.common.event_loop import sigterm_as_ctrl_c
+from TrainingFactory.common.event_loop import treat_sigterm_as_ctrl_c
 from TrainingFactory.config.schema import LoggingSection
 from TrainingFactory.data import disk
 from TrainingFactory.data.disk import TRAINING_STATE_FILES, find_modified_files
@@ -99,7 +99,7 @@ def test_two_signals_of_one_request_are_one_and_a_later_one_ends_the_run() -> No
 def test_sigterm_reaches_a_program_that_ignores_ctrl_c() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as shells start background jobs of scripts
     try:
-        with sigterm_as_ctrl_c(), pytest.raises(KeyboardInterrupt):
+        with treat_sigterm_as_ctrl_c(), pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
     finally:
         signal.signal(signal.SIGINT, before)
@@ -123,7 +123,7 @@ def test_a_run_warns_of_a_full_disk_and_a_short_grace_period(
     newest = RunFolder(whole).checkpoints()[-1]
     size = sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(int(2.5 * size)))
-    monkeypatch.setattr(build, "DISK_SPEED", 1000)
+    monkeypatch.setattr(build, "DISK_BYTES_PER_SECOND", 1000)
     config = small(tmp_path, training={"max_steps": 3}, logging={"checkpoint_every": 1})
     with pytest.raises(RuntimeError, match="broken off"):
         train(config, "b", watcher := Quiet(fail_at=1))

@@ -115,10 +115,10 @@ class StrictBody(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_unset(cls, row: Any) -> Any:
-        if not isinstance(row, dict):
-            return row
-        return {name: value for name, value in row.items() if cls._is_set(name, value)}
+    def _drop_unset_fields(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        return {name: value for name, value in body.items() if cls._is_set(name, value)}
 
     @classmethod
     def _is_set(cls, name: str, value: Any) -> bool:
@@ -133,19 +133,19 @@ class LenientBody(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _note_unknown(cls, row: Any, info: ValidationInfo) -> Any:
-        if not isinstance(row, dict):
-            return row
-        fields, unused_names = cls.__pydantic_fields__, info.context
-        known_fields: dict[str, Any] = {}
-        for key, value in row.items():
+    def _collect_unknown_fields(cls, body: Any, info: ValidationInfo) -> Any:
+        if not isinstance(body, dict):
+            return body
+        fields, ignored_fields = cls.__pydantic_fields__, info.context
+        field_values: dict[str, Any] = {}
+        for key, value in body.items():
             if value is not None:
                 field_name = cls._to_field_name(key)
-                known_fields[field_name] = value
-                is_unused = field_name not in fields or field_name == "cache_control"
-                if is_unused and isinstance(unused_names, set) and value not in ([], {}, ""):
-                    unused_names.add(field_name)
-        return known_fields
+                field_values[field_name] = value
+                is_ignored = field_name not in fields or field_name == "cache_control"
+                if is_ignored and isinstance(ignored_fields, set) and value not in ([], {}, ""):
+                    ignored_fields.add(field_name)
+        return field_values
 
     @classmethod
     def _to_field_name(cls, key: str) -> str:
@@ -161,8 +161,8 @@ def validate(body_type: type[Body], body: Any, ignored_fields: set[str] | None =
         problem = error.errors(include_url=False)[0]
     except RecursionError as error:
         raise ApiError(f"the body is nested too deeply: {error}", "body", code="invalid_json") from error
-    keys = (f"[{key}]" if isinstance(key, int) else f".{key}" for key in problem["loc"])
-    param = "".join(keys).removeprefix(".") or "body"
+    path_parts = (f"[{key}]" if isinstance(key, int) else f".{key}" for key in problem["loc"])
+    param = "".join(path_parts).removeprefix(".") or "body"
     invalid_text = f"is {problem['input']!r:.60}: {problem['msg']}"
     code, text = FIELD_PROBLEMS.get(problem["type"], ("invalid_value", invalid_text))
     raise ApiError(f"{param} {text}", param, code=code)

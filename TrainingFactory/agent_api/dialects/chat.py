@@ -54,7 +54,7 @@ class _ContentPart(_ChatRow):
     cache_control: Any = None  # ignored: it affects only speed
 
     @model_validator(mode="after")
-    def _check(self, info: ValidationInfo) -> _ContentPart:
+    def _check_image_url(self, info: ValidationInfo) -> _ContentPart:
         if (self.type == "image_url") != (self.image_url is not None):
             raise ValueError("a part of type image_url needs image_url, and no other has it")
         if self.type == "text" and "text" not in self.model_fields_set:
@@ -174,11 +174,11 @@ class ChatDialect(Dialect):
         ]
         tools = [ToolSpec(**function) for function in functions] if request.tool_choice == "auto" else []
         settings = request.model_dump(include={*SAMPLING_FIELDS, "seed", "stream"}, exclude_unset=True)
-        limits = request.model_dump(include={"max_tokens", "max_completion_tokens"}, exclude_unset=True)
+        token_limits = request.model_dump(include={"max_tokens", "max_completion_tokens"}, exclude_unset=True)
         parsed_request = ParsedRequest(
             _read_messages(request.messages, ImageParts(sees_images)), tools, apply_settings(defaults, settings),
             request, request.model, request.n, stop=request.stop, logprobs=request.logprobs,
-            stream=request.stream, settings=settings, token_limits=limits, ignored_fields=ignored_fields,
+            stream=request.stream, settings=settings, token_limits=token_limits, ignored_fields=ignored_fields,
         )  # fmt: skip
         if request.seed is not None:
             parsed_request.seed = request.seed
@@ -209,8 +209,8 @@ class _ChatEvents(EventWriter):
     def __init__(self, dialect: ChatDialect, request: ParsedRequest, head: ResponseHead) -> None:
         self._dialect, self._head = dialect, head
         self._includes_usage = request.body.stream_options.include_usage
-        self._fields = _make_head(head, "chat.completion.chunk")
-        self._fields |= {"usage": None} if self._includes_usage else {}
+        self._chunk_fields = _make_head(head, "chat.completion.chunk")
+        self._chunk_fields |= {"usage": None} if self._includes_usage else {}
         self._sent_texts = [SentText() for _ in range(request.n)]
 
     def write_start(self) -> Iterable[StreamEvent]:
@@ -233,7 +233,7 @@ class _ChatEvents(EventWriter):
 
     def write_end(self, choices: Sequence[SampledChoice]) -> Iterator[StreamEvent]:
         if self._includes_usage:
-            yield json.dumps(self._fields | {"choices": [], "usage": _make_usage(self._head, choices)})
+            yield json.dumps(self._chunk_fields | {"choices": [], "usage": _make_usage(self._head, choices)})
         yield "[DONE]"
 
     def write_error(self, error: ApiError) -> Iterable[StreamEvent]:
@@ -243,7 +243,7 @@ class _ChatEvents(EventWriter):
         self, choice_index: int, delta: dict[str, Any], finish: str | None = None, logprobs: Any = None
     ) -> StreamEvent:
         choice = {"index": choice_index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-        return json.dumps(self._fields | {"choices": [choice]})
+        return json.dumps(self._chunk_fields | {"choices": [choice]})
 
 
 def _make_head(head: ResponseHead, object_type: str) -> dict[str, Any]:
@@ -285,12 +285,12 @@ def _read_pieces(parts: Iterable[_ContentPart], param: str, images: ImageParts) 
 
 
 def _message_to_dict(message: Message) -> dict[str, Any]:
-    row = message_to_dict(message) | {"refusal": None}
+    message_dict = message_to_dict(message) | {"refusal": None}
     if not message.reasoning:
-        row.pop("reasoning_content", None)
+        message_dict.pop("reasoning_content", None)
     if message.tool_calls and not message.content:
-        row["content"] = None
-    return row
+        message_dict["content"] = None
+    return message_dict
 
 
 def _make_usage(head: ResponseHead, choices: Sequence[SampledChoice]) -> dict[str, int]:

@@ -206,8 +206,8 @@ class GeminiDialect(Dialect):
                 raise unsupported_error(f"generation_config.{field}", getattr(generation_config, field), hint)
         if request.cached_content is not None:
             raise unsupported_error("cached_content", request.cached_content, "Send the whole contents")
-        fields = {"temperature", "top_p", "top_k", "seed"}
-        settings = generation_config.model_dump(include=fields, exclude_unset=True) | (
+        included_fields = {"temperature", "top_p", "top_k", "seed"}
+        settings = generation_config.model_dump(include=included_fields, exclude_unset=True) | (
             {"stream": True} if stream else {}
         )
         messages = list(merge_messages(_read_messages(request, ImageParts(sees_images))))

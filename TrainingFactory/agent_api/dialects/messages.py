@@ -140,8 +140,8 @@ class MessagesDialect(Dialect):
             )
         settings = request.model_dump(include={"temperature", "top_p", "top_k", "stream"}, exclude_unset=True)
         images = ImageParts(sees_images)
-        system = make_message("system", _read_pieces(request.system, "system", images), "system").content
-        messages = list(merge_messages(_read_messages(system, request.messages, images)))
+        system_text = make_message("system", _read_pieces(request.system, "system", images), "system").content
+        messages = list(merge_messages(_read_messages(system_text, request.messages, images)))
         if messages[-1].role == "assistant":
             text = (
                 "the last message has the role assistant, but this server cannot continue a prefilled answer"
@@ -187,7 +187,7 @@ class _MessagesEvents(EventWriter):
     def __init__(self, dialect: MessagesDialect, request: ParsedRequest, head: ResponseHead) -> None:
         self._dialect, self._request, self._head = dialect, request, head
         self._sent_text = SentText()
-        self._open_type: str | None = None  # kind of the open block
+        self._open_block_type: str | None = None  # kind of the open block
         self._block_index = -1  # of the last block
 
     def write_start(self) -> Iterable[StreamEvent]:
@@ -223,19 +223,19 @@ class _MessagesEvents(EventWriter):
         return [self._dialect.make_error_event(error)]
 
     def _write_text(self, block_type: str, text: str) -> Iterator[StreamEvent]:
-        if self._open_type != block_type:
+        if self._open_block_type != block_type:
             yield from self._close_block()
-            self._open_type = block_type
+            self._open_block_type = block_type
             signature = {"signature": ""} if block_type == "thinking" else {}
             yield self._start_block({"type": block_type, block_type: ""} | signature)
         yield self._make_delta({"type": f"{block_type}_delta", block_type: text})
 
     def _close_block(self) -> Iterator[StreamEvent]:
-        if self._open_type == "thinking":
+        if self._open_block_type == "thinking":
             yield self._make_delta({"type": "signature_delta", "signature": BLOCK_SIGNATURE})
-        if self._open_type is not None:
+        if self._open_block_type is not None:
             yield self._stop_block()
-        self._open_type = None
+        self._open_block_type = None
 
     def _start_block(self, block: dict[str, Any]) -> StreamEvent:
         self._block_index += 1
@@ -252,10 +252,10 @@ def _encode(fields: dict[str, Any]) -> StreamEvent:
     return {"event": fields["type"], "data": json.dumps(fields)}
 
 
-def _read_messages(system: str, rows: Sequence[_Message], images: ImageParts) -> Iterator[Message]:
+def _read_messages(system_text: str, rows: Sequence[_Message], images: ImageParts) -> Iterator[Message]:
     tool_names: dict[str, str] = {}  # id of a tool call -> name of the tool
-    if system:
-        yield Message("system", system)
+    if system_text:
+        yield Message("system", system_text)
     for row_index, row in enumerate(rows):
         param = f"messages[{row_index}]"
         if row.role == "assistant":

@@ -184,8 +184,8 @@ class _ResponsesEvents(EventWriter):
         self._sent_text = SentText()
         self._sequence_number = -1  # of the last event
         self._item_index = -1  # of the last output item
-        self._open_field: str | None = None  # kind of the open item: reasoning or content
-        self._open_text = ""  # of the open item
+        self._open_item_field: str | None = None  # kind of the open item: reasoning or content
+        self._open_item_text = ""  # of the open item
 
     def write_start(self) -> Iterable[StreamEvent]:
         response = _make_response(self._request, self._head, [], None)
@@ -193,28 +193,28 @@ class _ResponsesEvents(EventWriter):
 
     def write_partial(self, choice_index: int, message: Message) -> Iterator[StreamEvent]:
         for field, text in self._sent_text.take_new_text(message):
-            if self._open_field != field:
+            if self._open_item_field != field:
                 yield from self._close_item(None)
                 yield from self._open_item(field)
-            self._open_text += text
+            self._open_item_text += text
             part_type = "reasoning_text" if field == "reasoning" else "output_text"
             yield self._emit_part(f"response.{part_type}.delta", delta=text, **_make_logprobs(field, None))
 
     def write_finish(self, choice_index: int, choice: SampledChoice) -> Iterator[StreamEvent]:
         yield from self.write_partial(0, choice.message)
-        if self._open_field != "content" and not choice.message.tool_calls:  # an empty message
+        if self._open_item_field != "content" and not choice.message.tool_calls:  # an empty message
             yield from self._close_item(None)
             yield from self._open_item("content")
         yield from self._close_item(choice)
         for call in choice.message.tool_calls:
             item = _make_call_item(call)
             arguments = item["arguments"]
-            yield self._emit_added(item | {"arguments": "", "status": "in_progress"})
+            yield self._emit_item_added(item | {"arguments": "", "status": "in_progress"})
             item_fields = {"item_id": item["id"], "output_index": self._item_index}
             event_type = "response.function_call_arguments"
             yield self._emit(f"{event_type}.delta", delta=arguments, **item_fields)
             yield self._emit(f"{event_type}.done", arguments=arguments, name=call.name, **item_fields)
-            yield self._emit_done(item | {"status": "completed"})
+            yield self._emit_item_done(item | {"status": "completed"})
 
     def write_end(self, choices: Sequence[SampledChoice]) -> Iterable[StreamEvent]:
         response = self._dialect.make_response(self._request, self._head, choices)
@@ -228,32 +228,32 @@ class _ResponsesEvents(EventWriter):
         yield self._emit("response.failed", response=response)
 
     def _open_item(self, field: str) -> Iterator[StreamEvent]:
-        self._open_field, self._open_text = field, ""
+        self._open_item_field, self._open_item_text = field, ""
         item = _make_text_item(self._head, field, "") | {"content": [], "status": "in_progress"}
-        yield self._emit_added(item)
+        yield self._emit_item_added(item)
         yield self._emit_part("response.content_part.added", part=_make_text_part(field, ""))
 
     def _close_item(self, choice: SampledChoice | None) -> Iterator[StreamEvent]:
         """Return the events that end the open item; `choice` has the log-probs of its content."""
-        if self._open_field is None:
+        if self._open_item_field is None:
             return
-        field, text = self._open_field, self._open_text
+        field, text = self._open_item_field, self._open_item_text
         part_type = "reasoning_text" if field == "reasoning" else "output_text"
         yield self._emit_part(f"response.{part_type}.done", text=text, **_make_logprobs(field, choice))
         item = _make_text_item(self._head, field, text, choice)
         yield self._emit_part("response.content_part.done", part=item["content"][0])
-        yield self._emit_done(item | {"status": "completed"})
-        self._open_field = None
+        yield self._emit_item_done(item | {"status": "completed"})
+        self._open_item_field = None
 
-    def _emit_added(self, item: dict[str, Any]) -> StreamEvent:
+    def _emit_item_added(self, item: dict[str, Any]) -> StreamEvent:
         self._item_index += 1
         return self._emit("response.output_item.added", item=item, output_index=self._item_index)
 
-    def _emit_done(self, item: dict[str, Any]) -> StreamEvent:
+    def _emit_item_done(self, item: dict[str, Any]) -> StreamEvent:
         return self._emit("response.output_item.done", item=item, output_index=self._item_index)
 
     def _emit_part(self, event_type: str, /, **fields: Any) -> StreamEvent:
-        item_id = _make_item_id(self._head, self._open_field or "")
+        item_id = _make_item_id(self._head, self._open_item_field or "")
         return self._emit(
             event_type, item_id=item_id, output_index=self._item_index, content_index=0, **fields
         )

@@ -15,7 +15,7 @@ MIN_TEMPERATURE = 1e-3  # a lower one can make the logits overflow
 MIN_TOP_P = 1e-6
 MIN_MESSAGE_TOKENS = 2  # of a message: its content and its end token
 MAX_BYTES_PER_TOKEN = 16  # of a body per token of context; plain text has 3 to 5, an escaped emoji 12
-SMALL_BODY = 64 * 1024  # bytes; a body up to this size is always parsed
+SMALL_BODY_BYTES = 64 * 1024  # bytes; a body up to this size is always parsed
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
 
 
@@ -52,7 +52,7 @@ class ParsedRequest:
 def check_body_size(body: bytes, max_length: int, sees_images: bool = False) -> None:
     """Raise ApiError if the body is too large for a context of `max_length` tokens, before the body is parsed. Images
     take few tokens, so with `sees_images` only the server limits the body."""
-    if not sees_images and len(body) > max(SMALL_BODY, max_length * MAX_BYTES_PER_TOKEN):
+    if not sees_images and len(body) > max(SMALL_BODY_BYTES, max_length * MAX_BYTES_PER_TOKEN):
         raise _too_long_error(f"the body has {len(body)} bytes", max_length)
 
 

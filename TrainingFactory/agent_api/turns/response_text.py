@@ -32,7 +32,7 @@ class TurnReader:
     text, because the text before it may have been streamed already."""
 
     def __init__(self, chat: TemplateChatFormat, prompt: Sequence[int], tools: Sequence[ToolSpec]) -> None:
-        self._chat, self._prompt, self._tools = chat, prompt, tools
+        self._chat, self._prompt_ids, self._tools = chat, prompt, tools
         self._think_start, self._think_end = chat.family.think
         self._starts_in_thought = chat.opens_thought(prompt)
 
@@ -45,7 +45,7 @@ class TurnReader:
         """Parse a finished turn with this text. Invalid tool calls stay in the content as the model wrote them."""
         reasoning, content = self._split_text(text)
         if self._tools and text == self.decode(token_ids):
-            parsed_turn = self._chat.parse(token_ids, self._prompt, self._tools)
+            parsed_turn = self._chat.parse(token_ids, self._prompt_ids, self._tools)
             if parsed_turn.tool_calls and not any(call.error for call in parsed_turn.tool_calls):
                 return Message("assistant", parsed_turn.content, parsed_turn.tool_calls, reasoning=reasoning)
         return Message("assistant", content.strip(), reasoning=reasoning)

@@ -73,8 +73,8 @@ async def sample_choice(
     token_ids, logprobs, versions = list[int](), list[float](), list[int]()
     chunk_size = CHUNK_TOKENS if on_partial is not None or request.stop else request.max_tokens
     while True:
-        chunk_tokens = min(chunk_size, request.max_tokens - len(token_ids))
-        chunk = await session.sample(prompt + token_ids, dataclasses.replace(params, max_tokens=chunk_tokens))
+        max_tokens = min(chunk_size, request.max_tokens - len(token_ids))
+        chunk = await session.sample(prompt + token_ids, dataclasses.replace(params, max_tokens=max_tokens))
         token_ids += chunk.token_ids
         logprobs += chunk.logprobs
         versions += chunk.token_versions

@@ -55,7 +55,7 @@ def make_charts(metrics: MetricRows) -> list[Chart]:
         axis_limits = (0.0, None) if labels.keys() <= AMOUNTS else axis_limits
         curves = [Curve(label, extract_points(metrics, key)) for key, label in labels.items()]
         candidates.append(Chart(title, curves, *axis_limits))
-    return [chart for chart in candidates if chart.lines]
+    return [chart for chart in candidates if chart.curves]
 
 
 def _make_reward_chart(metrics: MetricRows) -> Chart:

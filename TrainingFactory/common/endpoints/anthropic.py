@@ -61,7 +61,7 @@ def _merge_roles(request: ModelRequest) -> list[dict[str, Any]]:
     anthropic_messages: list[dict[str, Any]] = []
     for position, message in request.dialogue:
         role = "assistant" if message.role == "assistant" else "user"
-        blocks = request.originals.get(position) or _to_blocks(message)
+        blocks = request.original_messages.get(position) or _to_blocks(message)
         if anthropic_messages and anthropic_messages[-1]["role"] == role:
             anthropic_messages[-1]["content"] = anthropic_messages[-1]["content"] + blocks
         elif blocks:

@@ -8,8 +8,8 @@ from TrainingFactory.common.endpoints.messages import (
     Fault,
     ModelReply,
     ModelRequest,
-    call_id,
     drop_nulls,
+    make_call_id,
     make_reply,
 )
 from TrainingFactory.common.endpoints.transport import Endpoint
@@ -38,7 +38,7 @@ class GeminiEndpoint(Endpoint):
         fields = {"temperature": request.temperature, "maxOutputTokens": request.max_tokens}
         generation_config = drop_nulls(drop_nulls(fields) | self.options)
         if isinstance(generation_config.get("seed"), int):
-            generation_config["seed"] += request.number
+            generation_config["seed"] += request.sample_index
         return body | ({"generationConfig": generation_config} if generation_config else {})
 
     def parse_reply(self, response: Any, request: ModelRequest) -> ModelReply:
@@ -52,7 +52,7 @@ class GeminiEndpoint(Endpoint):
             if part.get("thought"):
                 message.reasoning = (message.reasoning or "") + part.get("text", "")
             elif call := part.get("functionCall"):
-                call.setdefault("id", call_id(request, num_calls))  # so that the response can name it
+                call.setdefault("id", make_call_id(request, num_calls))  # so that the response can name it
                 num_calls += 1
                 message.tool_calls.append(ToolCall(call["name"], dict(call.get("args") or {}), call["id"]))
             else:
@@ -68,7 +68,7 @@ def make_contents(request: ModelRequest) -> list[dict[str, Any]]:
     contents: list[dict[str, Any]] = []
     for position, message in request.dialogue:
         role = "model" if message.role == "assistant" else "user"
-        original_content = request.originals.get(position)
+        original_content = request.original_messages.get(position)
         parts = original_content.get("parts", []) if original_content else make_parts(message)
         if contents and contents[-1]["role"] == role:
             contents[-1]["parts"] = contents[-1]["parts"] + parts

@@ -16,16 +16,16 @@ Fault = Literal["refused", "cut"]
 
 @dataclass(slots=True, frozen=True)
 class ModelRequest:
-    """A conversation to continue. `number` is the index among several samples of the same request. `originals` are the
-    endpoint's own forms of its earlier messages by position, which are sent back unchanged, because a provider signs
-    the thoughts in them. A field that is None takes the endpoint's default."""
+    """A conversation to continue. `sample_index` is the index among several samples of the same request.
+    `original_messages` are the endpoint's own forms of its earlier messages by position. They are sent back unchanged,
+    because a provider signs the thoughts in them. A field that is None takes the endpoint's default."""
 
     messages: Sequence[Message]
     tools: Sequence[ToolSpec] = ()
-    number: int = 0
+    sample_index: int = 0
     temperature: float | None = None
     max_tokens: int | None = None
-    originals: Mapping[int, Any] = field(default_factory=dict[int, Any])
+    original_messages: Mapping[int, Any] = field(default_factory=dict[int, Any])
 
     @property
     def system_text(self) -> str:
@@ -75,7 +75,7 @@ def make_reply(
 ) -> ModelReply:
     """Return the reply with the endpoint's token counts, or with estimates if it reports none."""
     for index, call in enumerate(message.tool_calls):
-        call.id = call.id or call_id(request, index)
+        call.id = call.id or make_call_id(request, index)
     if isinstance(prompt_tokens, int) and isinstance(output_tokens, int):
         return ModelReply(message, prompt_tokens, output_tokens, fault=fault, original=original)
     prompt_chars = sum(len(turn.content) for turn in request.messages)
@@ -85,7 +85,7 @@ def make_reply(
     return ModelReply(message, *token_estimates, estimated=True, fault=fault, original=original)
 
 
-def call_id(request: ModelRequest, index: int) -> str:
+def make_call_id(request: ModelRequest, index: int) -> str:
     """Return an id for a call without one, unique in its conversation."""
     return f"call_{len(request.messages)}_{index}"
 

@@ -34,7 +34,7 @@ class ChatEndpoint(Endpoint):
         fields = {"temperature": request.temperature, limit_key: request.max_tokens}
         body |= drop_nulls(drop_nulls(fields) | self.options)
         if isinstance(body.get("seed"), int):  # a fixed seed would make all samples of a prompt equal
-            body["seed"] += request.number
+            body["seed"] += request.sample_index
         return body
 
     def parse_reply(self, response: Any, request: ModelRequest) -> ModelReply:

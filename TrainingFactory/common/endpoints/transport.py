@@ -41,14 +41,14 @@ KEY_VARIABLES = {
 
 
 class ModelError(Exception):
-    """Raised for a failed request. `temporary`: a retry may succeed, after `wait` seconds if the endpoint sent
+    """Raised for a failed request. `temporary`: a retry may succeed, after `retry_after` seconds if the endpoint sent
     Retry-After. `denied`: no request with this key, model and address can succeed."""
 
     def __init__(
         self, text: str, temporary: bool = False, retry_after: float | None = None, denied: bool = False
     ) -> None:
         super().__init__(text)
-        self.temporary, self.wait, self.denied = temporary, retry_after, denied
+        self.temporary, self.retry_after, self.denied = temporary, retry_after, denied
 
 
 class Endpoint(ABC):
@@ -142,7 +142,7 @@ class Endpoint(ABC):
         return f" (model {self.model}; check its name and base_url)" if status == 404 else ""
 
     def parse_response(self, response_body: bytes, parse: Callable[[Any], T]) -> T:
-        """Remove the key from a response and parse the response with `extract`. Raise ModelError if it has another
+        """Remove the key from a response and parse the response with `parse`. Raise ModelError if it has another
         structure."""
         try:
             api_key = os.environ.get(self.api_key_env) if self.api_key_env else None
@@ -231,8 +231,8 @@ def _list_echoed_forms(api_key: str | None) -> list[str]:
 
 def _find_key_variable(base_address: str) -> str | None:
     """Return the name of the environment variable with the key for an address; None for addresses that get no key."""
-    variables = KEY_VARIABLES.get(base_address, (None,))
-    return next((name for name in variables if name and os.environ.get(name)), variables[-1])
+    variable_names = KEY_VARIABLES.get(base_address, (None,))
+    return next((name for name in variable_names if name and os.environ.get(name)), variable_names[-1])
 
 
 @cache

@@ -53,13 +53,13 @@ class ErrorFormat(Protocol):
 
 def encode_events(events: Iterable[StreamEvent]) -> bytes:
     """Encode server-sent events as bytes. The data of an event must be a single line, such as JSON."""
-    texts = [
+    event_texts = [
         f"data: {event}\n\n"
         if isinstance(event, str)
         else f"event: {event['event']}\ndata: {event['data']}\n\n"
         for event in events
     ]
-    return "".join(texts).encode()
+    return "".join(event_texts).encode()
 
 
 class OpenAIErrors:
@@ -87,7 +87,7 @@ class Api:
     def get(self, path: str, make_answer: Callable[[], dict[str, Any]], needs_key: bool = True) -> None:
         async def handle_request(request: Request) -> Response:
             self._check_host(request)
-            if needs_key and not self._is_valid_key(request):
+            if needs_key and not self._has_valid_key(request):
                 raise _make_key_error()
             return json_response(make_answer())
 
@@ -95,7 +95,7 @@ class Api:
 
     def post(self, path: str, handler: Handler, errors: ErrorFormat = OPENAI_ERRORS) -> None:
         """Add a POST route whose handler gets the JSON body. The handler is cancelled when the client disconnects."""
-        self._add_post_route(path, lambda request: handler if self._is_valid_key(request) else None, errors)
+        self._add_post_route(path, lambda request: handler if self._has_valid_key(request) else None, errors)
 
     def post_by_key(
         self, path: str, find_handler: Callable[[str], Handler | None], errors: ErrorFormat = OPENAI_ERRORS
@@ -137,9 +137,9 @@ class Api:
                 error: BaseException = _make_stopping_error()
             except Exception as exception:
                 error = exception
-            response = as_api_error(error)
-            headers = ERROR_HEADERS.get(response.status)
-            return json_response(errors.make_error_body(response), response.status, headers)
+            api_error = as_api_error(error)
+            headers = ERROR_HEADERS.get(api_error.status)
+            return json_response(errors.make_error_body(api_error), api_error.status, headers)
 
         self._routes.append(f"{method} {path}")
         self.app.add_api_route(path, handle_errors, methods=[method], response_model=None)
@@ -151,7 +151,7 @@ class Api:
             text = "this server accepts only local requests; use the host name 127.0.0.1 or localhost"
             raise ApiError(text, "host", status=403, code="forbidden")
 
-    def _is_valid_key(self, request: Request) -> bool:
+    def _has_valid_key(self, request: Request) -> bool:
         key = _find_request_key(request).encode("latin-1")  # the bytes as sent
         return self._key is None or hmac.compare_digest(key, self._key.encode())
 
@@ -227,8 +227,8 @@ async def make_not_found_response(request: Request, error: Exception, routes: Se
     assert isinstance(error, HTTPException)
     error_text = f"{request.method} {request.url.path[:80]}: {error.detail}"
     error_text += f"; available: {', '.join(routes)}" if routes else ""
-    response = ApiError(error_text, status=error.status_code, code="not_found")
-    return json_response(response.body, response.status)
+    api_error = ApiError(error_text, status=error.status_code, code="not_found")
+    return json_response(api_error.body, api_error.status)
 
 
 async def read_json_body(request: Request) -> bytes:

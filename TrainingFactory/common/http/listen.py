@@ -54,13 +54,13 @@ class _Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._wait_for_head()
+        self._update_header_timer()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._wait_for_head()
+        self._update_header_timer()
 
-    def _wait_for_head(self) -> None:
+    def _update_header_timer(self) -> None:
         if self._header_timer is None and self.conn.their_state is h11.IDLE:
             self._header_timer = self.loop.call_later(HEADER_TIMEOUT_SECONDS, self.timeout_keep_alive_handler)
         elif self._header_timer is not None and self.conn.their_state is not h11.IDLE:

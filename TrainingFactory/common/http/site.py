@@ -125,8 +125,8 @@ class Site:
                     return EventStreamResponse(_append_error_event(result))
                 return Response(to_json(result), media_type="application/json")
             except Exception as error:
-                response = _to_api_error(error)
-                return json_response(response.body, response.status, ERROR_HEADERS.get(response.status))
+                api_error = _to_api_error(error)
+                return json_response(api_error.body, api_error.status, ERROR_HEADERS.get(api_error.status))
 
         return_type = get_type_hints(answer).get("return")
         model = return_type if isinstance(return_type, type) and issubclass(return_type, BaseModel) else None
@@ -194,10 +194,10 @@ def _to_api_error(error: BaseException) -> ApiError:
 
 async def _make_validation_response(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    detail = error.errors()[0]
-    field_name = ".".join(str(key_part) for key_part in detail["loc"][1:]) or str(detail["loc"][0])
-    response = ApiError(f"{field_name}: {detail['msg']}", field_name, status=422)
-    return json_response(response.body, response.status)
+    first_error = error.errors()[0]
+    field_name = ".".join(str(key_part) for key_part in first_error["loc"][1:]) or str(first_error["loc"][0])
+    api_error = ApiError(f"{field_name}: {first_error['msg']}", field_name, status=422)
+    return json_response(api_error.body, api_error.status)
 
 
 class _Guard:

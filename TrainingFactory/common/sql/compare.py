@@ -31,7 +31,7 @@ class ResultRows:
 
 
 async def rows_match(run_query: RunQuery, query: str, reference_query: str) -> bool:
-    """Return whether `query` returns the same rows as the query `reference`; in the same order if `reference` has an
+    """Return whether `query` returns the same rows as `reference_query`; in the same order if that has an
     ORDER BY. Column names are ignored, and 2 equals 2.0. Return False for a query that fails, times out, or returns
     more than the tool shows. Raise ValueError if the reference query itself fails or its rows cannot be read
     completely."""
@@ -49,7 +49,7 @@ async def rows_match(run_query: RunQuery, query: str, reference_query: str) -> b
         return False
     if actual.num_columns and expected.num_columns and actual.num_columns != expected.num_columns:
         return False
-    if orders_rows(reference_query):
+    if has_order_by(reference_query):
         return actual.rows == expected.rows
     return Counter(actual.rows) == Counter(expected.rows)
 
@@ -72,10 +72,10 @@ def parse_result_rows(content: str) -> ResultRows | None:
     return ResultRows(comparable_rows, is_truncated, len(columns) if isinstance(columns, list) else 0)
 
 
-def orders_rows(query: str) -> bool:
+def has_order_by(query: str) -> bool:
     """Return whether the query has an ORDER BY at its top level, not in a subquery, a window or a string."""
     depth = 0
-    for match in _SQL_TOKENS.finditer(query):
+    for match in _SQL_TOKEN_PATTERN.finditer(query):
         token = match.group().lower()
         depth += (token == "(") - (token == ")")
         if depth == 0 and token.startswith("order"):
@@ -83,7 +83,7 @@ def orders_rows(query: str) -> bool:
     return False
 
 
-_SQL_TOKENS = re.compile(
+_SQL_TOKEN_PATTERN = re.compile(
     r"""'(?:[^']|'')*'|"(?:[^"]|"")*"|`[^`]*`|\[[^\]]*\]|--[^\n]*|/\*.*?\*/|[()]|\border\s+by\b""",
     re.I | re.S,
 )

@@ -21,14 +21,14 @@ Format = Literal["table", "json", "exact"]
 MAX_CELL_CHARS = 500
 MAX_VALUE_BYTES = 10_000_000  # limit of any value that SQLite computes
 MAX_SQL_CHARS = 50_000
-GROWTH_PAGES = 25_000  # maximum growth of a writable copy: 100 MB at the usual page size
+MAX_GROWTH_PAGES = 25_000  # maximum growth of a writable copy: 100 MB at the usual page size
 TRUNCATED_VALUE = re.compile(r"\A<\d+ bytes>\Z|\[\.\.\. \d+ characters cut\]\Z")  # as `_truncate` writes it
 STEPS_PER_TIME_CHECK = 1000  # SQLite virtual machine instructions between two checks of the time limit
 
 READ_ACTIONS = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
 DENIED_ACTIONS = {sqlite3.SQLITE_ATTACH, sqlite3.SQLITE_DETACH}  # other files; VACUUM INTO counts as ATTACH
 ALLOWED_PRAGMAS = {"table_info", "table_xinfo", "table_list", "index_list", "index_info", "foreign_key_list"}
-DENIED_FUNCTIONS = {"load_extension", "fts3_tokenizer", "readfile", "writefile", "edit"}  # denied
+DENIED_FUNCTIONS = {"load_extension", "fts3_tokenizer", "readfile", "writefile", "edit"}
 
 
 class SqlDatabase:
@@ -52,7 +52,7 @@ class SqlDatabase:
         self._connection: sqlite3.Connection | None = None
         self._copy_folder: tempfile.TemporaryDirectory[str] | None = None
         self._lock = threading.Lock()  # a connection runs one statement at a time
-        self._closed = False
+        self._is_closed = False
 
     def run(self, query: str) -> ToolResult:
         """Run one statement. Return its rows as text, or the SQL error."""
@@ -95,18 +95,18 @@ class SqlDatabase:
                     tables.append(f"{table}({column_list})")
         except sqlite3.Error as error:
             raise ValueError(f"{self.path} is not a readable SQLite file: {error}") from error
-        text, count = "; ".join(tables), len(tables)
-        if len(text) > max_chars:
-            text = text[:max_chars]
-            text += f" ... ({count} tables in all; SELECT sql FROM sqlite_master shows them)"
-        return f"Tables: {text or 'none'}."
+        table_list, num_tables = "; ".join(tables), len(tables)
+        if len(table_list) > max_chars:
+            table_list = table_list[:max_chars]
+            table_list += f" ... ({num_tables} tables in all; SELECT sql FROM sqlite_master shows them)"
+        return f"Tables: {table_list or 'none'}."
 
     def close(self) -> None:
         """Interrupt a running statement and delete the private copy."""
         if self._connection is not None:
             self._connection.interrupt()
         with self._lock:
-            self._closed = True
+            self._is_closed = True
             connection, self._connection = self._connection, None
             folder, self._copy_folder = self._copy_folder, None
         if connection is not None:
@@ -125,7 +125,7 @@ class SqlDatabase:
         return ToolResult(f"SQL error: {message}", ok=False, error="exception")
 
     def _open_connection(self) -> sqlite3.Connection:
-        if self._closed:
+        if self._is_closed:
             raise ValueError("the episode is over")
         connection = _open_read_only(self.path)
         if self.can_write:
@@ -134,7 +134,7 @@ class SqlDatabase:
         connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
         connection.setlimit(sqlite3.SQLITE_LIMIT_SQL_LENGTH, MAX_SQL_CHARS)
         connection.text_factory = lambda raw_text: raw_text.decode("utf-8", errors="replace")
-        connection.set_authorizer(_may_write if self.can_write else _may_read)
+        connection.set_authorizer(_authorize_write if self.can_write else _authorize_read)
         self._connection = connection
         return connection
 
@@ -153,17 +153,17 @@ def _copy_to(connection: sqlite3.Connection, copy_path: str) -> sqlite3.Connecti
     writable_copy.execute("PRAGMA journal_mode = MEMORY")
     writable_copy.execute("PRAGMA synchronous = OFF")  # the copy is temporary
     num_pages = writable_copy.execute("PRAGMA page_count").fetchone()[0]
-    writable_copy.execute(f"PRAGMA max_page_count = {num_pages + GROWTH_PAGES}")
+    writable_copy.execute(f"PRAGMA max_page_count = {num_pages + MAX_GROWTH_PAGES}")
     return writable_copy
 
 
-def _may_read(action: int, first_argument: str | None, second_argument: str | None, *_: Any) -> int:
+def _authorize_read(action: int, first_argument: str | None, second_argument: str | None, *_: Any) -> int:
     if action == sqlite3.SQLITE_PRAGMA or action in READ_ACTIONS:
-        return _may_write(action, first_argument, second_argument)
+        return _authorize_write(action, first_argument, second_argument)
     return sqlite3.SQLITE_DENY
 
 
-def _may_write(action: int, first_argument: str | None, second_argument: str | None, *_: Any) -> int:
+def _authorize_write(action: int, first_argument: str | None, second_argument: str | None, *_: Any) -> int:
     is_denied = action in DENIED_ACTIONS or (
         action == sqlite3.SQLITE_FUNCTION and (second_argument or "").lower() in DENIED_FUNCTIONS
     )

@@ -10,7 +10,7 @@ import sys
 from importlib import import_module
 from typing import Any, BinaryIO
 
-LOWEST_PIPE = 40  # lowest file descriptor for the pipes: user code does not use such high numbers by accident
+MIN_PIPE_FD = 40  # lowest file descriptor for the pipes: user code uses no such high numbers by accident
 
 
 def main() -> None:
@@ -39,8 +39,8 @@ def main() -> None:
 def take_pipes() -> tuple[BinaryIO, int]:
     """Move the request and answer pipes from stdin and stdout to private file descriptors. Text that the called
     function prints then goes to stderr instead of the answers, and its subprocesses have an empty stdin."""
-    request_pipe = fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, LOWEST_PIPE)
-    answer_pipe = fcntl.fcntl(1, fcntl.F_DUPFD_CLOEXEC, LOWEST_PIPE)
+    request_pipe = fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, MIN_PIPE_FD)
+    answer_pipe = fcntl.fcntl(1, fcntl.F_DUPFD_CLOEXEC, MIN_PIPE_FD)
     null_input = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null_input, 0)
     os.close(null_input)

@@ -59,7 +59,7 @@ class Worker:
         self._end_child: Callable[[], Any] = lambda: None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = asyncio.Lock()
-        self._closed = False
+        self._is_closed = False
 
     @property
     def alive(self) -> bool:
@@ -76,7 +76,7 @@ class Worker:
         if self._loop is not (loop := asyncio.get_running_loop()):  # a worker may outlive a run and its loop
             self._loop, self._lock = loop, asyncio.Lock()
         async with self._lock:
-            if self._closed:
+            if self._is_closed:
                 raise WorkerDied("was closed")
             if self._child is None:
                 self._child = _Child(
@@ -123,7 +123,7 @@ class Worker:
 
     async def close(self) -> None:
         """Kill the process and do not restart it. Later calls raise WorkerDied."""
-        self._closed = True
+        self._is_closed = True
         if (child := self._child) is not None:
             child.kill_group()
             try:
@@ -136,14 +136,14 @@ class _Child:
     """A worker process and its pipes."""
 
     def __init__(self, command: list[str], popen_args: Mapping[str, Any], max_bytes: int) -> None:
-        child_commands, self.commands = os.pipe()
-        self.answers, child_answers = os.pipe()
-        self.life_pipe, self._own_life_end = os.pipe()  # the process is killed when the parent's end closes
+        child_stdin, self.command_pipe = os.pipe()
+        self.answer_pipe, child_stdout = os.pipe()
+        self.life_pipe, self._parent_end = os.pipe()  # the process is killed when the parent's end closes
         try:
             self.process = subprocess.Popen(
                 command,
-                stdin=child_commands,
-                stdout=child_answers,
+                stdin=child_stdin,
+                stdout=child_stdout,
                 pass_fds=[self.life_pipe],
                 start_new_session=True,  # a process group, to kill it with its subprocesses
                 **popen_args,
@@ -152,10 +152,10 @@ class _Child:
             self._close_pipes()
             raise
         finally:
-            for pipe_end in (child_commands, child_answers, self.life_pipe):
+            for pipe_end in (child_stdin, child_stdout, self.life_pipe):
                 os.close(pipe_end)
-        os.set_blocking(self.commands, False)
-        os.set_blocking(self.answers, False)
+        os.set_blocking(self.command_pipe, False)
+        os.set_blocking(self.answer_pipe, False)
         self._max_bytes = max_bytes
         self._unparsed = b""  # bytes after the last answer
 
@@ -182,18 +182,18 @@ class _Child:
         raise WorkerDied("was stopped, because its code wrote to the pipe for answers")
 
     async def _send(self, line: bytes) -> None:
-        unsent = memoryview(line)
-        while unsent:
+        unsent_bytes = memoryview(line)
+        while unsent_bytes:
             try:
-                unsent = unsent[os.write(self.commands, unsent) :]
+                unsent_bytes = unsent_bytes[os.write(self.command_pipe, unsent_bytes) :]
             except BlockingIOError:
-                await self._wait_ready(self.commands, for_writing=True)
+                await self._wait_ready(self.command_pipe, for_writing=True)
 
     async def _read_line(self) -> bytes:
         chunks, num_bytes = [self._unparsed], len(self._unparsed)
         while b"\n" not in chunks[-1]:
-            await self._wait_ready(self.answers)  # yields to other tasks, however fast the process writes
-            chunks.append(os.read(self.answers, 65536))
+            await self._wait_ready(self.answer_pipe)  # yields to other tasks, however fast the process writes
+            chunks.append(os.read(self.answer_pipe, 65536))
             num_bytes += len(chunks[-1])
             if not chunks[-1]:
                 raise BrokenPipeError
@@ -231,5 +231,5 @@ class _Child:
         self._close_pipes()
 
     def _close_pipes(self) -> None:
-        for pipe in (self.commands, self.answers, self._own_life_end):
+        for pipe in (self.command_pipe, self.answer_pipe, self._parent_end):
             os.close(pipe)

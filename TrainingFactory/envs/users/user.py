@@ -114,7 +114,7 @@ class SimulatedUser:
     async def reply(self, instructions: str, dialogue: Sequence[Message], seed: int) -> UserReply:
         """Return the user's next message; raise ModelFailure without one. In `dialogue`, the agent's messages have the
         role `user` and the user's the role `assistant`. `seed` distinguishes equal requests of different episodes."""
-        request = ModelRequest([Message("system", instructions), *dialogue], number=seed)
+        request = ModelRequest([Message("system", instructions), *dialogue], sample_index=seed)
         model: UserModel = self.client.model
         body = json.dumps([message_to_dict(message) for message in request.messages], sort_keys=True)
 

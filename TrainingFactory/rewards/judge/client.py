@@ -35,7 +35,7 @@ class JudgeClient(EndpointClient):
             return parse(reply.text)
 
         async def send() -> ModelReply:
-            return await self.model.ask(ModelRequest(render(), number=sample_index))
+            return await self.model.ask(ModelRequest(render(), sample_index=sample_index))
 
         try:
             request_key = ("judge", self.model.identity, f"{sample_index}", *cache_key)

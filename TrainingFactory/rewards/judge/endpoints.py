@@ -44,7 +44,7 @@ class SampledJudge:
             limit = self.sampler.max_length
             raise JudgeFailure(f"the judge's prompt has {len(prompt)} tokens; max_length is {limit}", "error")
         max_tokens = min(tokens_left, self.params.max_tokens)
-        seed = self.params.seed + request.number
+        seed = self.params.seed + request.sample_index
         params = dataclasses.replace(self.params, seed=seed, max_tokens=max_tokens)
         completion = await self.sampler.sample(prompt, params)
         text = self.chat.parse(completion.token_ids, prompt).content

@@ -121,7 +121,7 @@ class EndpointClient:
                 if attempt >= self.retries or self._is_closing:
                     attempts_text = f" ({attempt + 1} attempts)" if attempt else ""
                     raise ModelFailure(f"{error}{attempts_text}", "unavailable") from error
-                delay = min(error.wait or 0.0, MAX_RETRY_AFTER_SECONDS)
+                delay = min(error.retry_after or 0.0, MAX_RETRY_AFTER_SECONDS)
             pause = max(min(self.pause * 2**attempt, MAX_BACKOFF_SECONDS) * _jitter.uniform(0.5, 1), delay)
             attempt += 1
             self.usage.retries += 1
