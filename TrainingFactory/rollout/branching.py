@@ -319,7 +319,7 @@ class EpisodeForest:
             parent.task, parent.group, member, parent.prompt, parent.tools, list(parent.turns),
             parent=parent.member, fork_turn=len(parent.turns),
         )  # fmt: skip
-        num_batches = environment.executor.batches if isinstance(environment, ToolEnvironment) else 0
+        num_batches = environment.executor.num_batches if isinstance(environment, ToolEnvironment) else 0
         fork_point = ForkPoint(
             prompt_ids, _collect_turn_keys(run), num_batches, method, self.branching.timeout
         )
