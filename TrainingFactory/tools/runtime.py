@@ -134,7 +134,7 @@ class ToolRuntime:
             return _make_unavailable_outcome(call, BUSY_REASON)
         if breaker is None:
             return await _run_with_timeout(call, min(call.timeout, remaining_seconds))
-        token = breaker.allow()
+        token = breaker.admit_call()
         if token is None:
             return _make_unavailable_outcome(call, DOWN_REASON)
         has_answered: bool | None = None
@@ -145,7 +145,7 @@ class ToolRuntime:
             has_answered = False
             raise
         finally:
-            breaker.release(token, has_answered)
+            breaker.record_outcome(token, has_answered)
         return outcome
 
     def _get_limits(self, call: PendingCall) -> CallLimits | None:
