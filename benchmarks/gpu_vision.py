@@ -31,7 +31,7 @@ import torch
 from TrainingFactory.assembly.learner import make_algorithm, make_learner, make_trainable
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.packing import make_batch
-from TrainingFactory.envs.builtin.screen import Screens
+from TrainingFactory.envs.builtin.screen import ScreenAdapter
 from TrainingFactory.models import LoadedModel
 from TrainingFactory.models.tiny import make_tiny_vl_model, tiny_tokenizer
 from TrainingFactory.models.vision import Vision, open_vision
@@ -141,7 +141,7 @@ def make_text_part(size: str, device: str) -> Any:
 
 
 def screens(count: int, seed: int) -> list[Image]:
-    environment = Screens.from_options({"columns": 4, "rows": 3, "cell": 160}).as_environment()
+    environment = ScreenAdapter.from_options({"columns": 4, "rows": 3, "cell": 160}).as_environment()
     return [environment(task).screenshot() for task in islice(environment.tasks("train", seed, count), count)]
 
 

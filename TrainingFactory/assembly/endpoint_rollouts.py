@@ -107,7 +107,7 @@ class EndpointSampler:
             return await self.client.request((PREFIX, self.endpoint.identity, body, f"{seed}"), send)
         except ModelFailure as failure:
             self.client.usage.failures[failure.kind] += 1
-            if failure.stops:
+            if failure.is_permanent:
                 raise EndpointStopped(str(failure)) from failure
             raise
 

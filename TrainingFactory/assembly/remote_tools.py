@@ -18,7 +18,7 @@ from TrainingFactory.common.workers import WorkerDied, WorkerError, WorkerTooSlo
 from TrainingFactory.config.schema import ToolEntry
 from TrainingFactory.protocols import Tool, ToolSource
 from TrainingFactory.tools import AsyncToolExecutor, ToolOptions
-from TrainingFactory.tools.runtime import is_lost, run_tool
+from TrainingFactory.tools.runtime import is_no_answer_error, run_tool
 from TrainingFactory.types import ToolFailure, ToolResult
 
 TOOLS_MAKER = "TrainingFactory.assembly.tools:make_hosted_tools"
@@ -134,5 +134,5 @@ class HostedTools:
         except ToolFailure as error:
             return str(error)
         except Exception as error:  # foreign code
-            failure_kind = "unavailable" if is_lost(error) else "exception"
+            failure_kind = "unavailable" if is_no_answer_error(error) else "exception"
             return {"content": f"{tool_name} failed: {describe(error)}", "ok": False, "error": failure_kind}

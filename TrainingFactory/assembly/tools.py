@@ -127,7 +127,7 @@ def _load_server_tools(path: str, tool_entries: Sequence[ToolEntry]) -> list[Too
     def choose(offered_tools: Mapping[str, str]) -> dict[str, bool]:
         selection: dict[str, bool] = {}
         for index, entry in enumerate(tool_entries):
-            if entry.config == path and entry.name not in tool_servers.named:
+            if entry.config == path and entry.name not in tool_servers.named_tools:
                 for name in choose_names(entry.name, offered_tools, f"tools.{index}", path):
                     selection[name] = entry.cache_enabled or selection.get(name, False)
         return selection
@@ -135,7 +135,7 @@ def _load_server_tools(path: str, tool_entries: Sequence[ToolEntry]) -> list[Too
     servers = (
         [SelectedTools(MCPTools([*tool_servers.configs.values()]), choose)] if tool_servers.configs else []
     )
-    return [*tool_servers.named.values(), *servers]
+    return [*tool_servers.named_tools.values(), *servers]
 
 
 class SelectedTools:

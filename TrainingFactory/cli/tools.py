@@ -70,7 +70,7 @@ async def list_tools(
             name: f"{server.target} ({server.transport}, {server.settings.isolation})"
             for name, server in servers.configs.items()
         }
-        if servers.named:
+        if servers.named_tools:
             sources[""] = "built-in tools named in the file"
         for name, source in sources.items():
             offers = [offer for offer in servers.offers if offer.server_name == name]

@@ -146,7 +146,7 @@ class Fleet:
     async def _wait_for_engine(self) -> None:
         """Wait until an engine is alive; raise SamplersLost if none has been for `start_timeout` seconds."""
         while not self._engines:
-            seconds_left = self._start_timeout - self.clock.paused_for()
+            seconds_left = self._start_timeout - self.clock.get_pause_seconds()
             if seconds_left <= 0 or not self._restart_tasks:  # nothing is restarting: the fleet is closed
                 reason = f"No sampler has been alive for {self._start_timeout:g} s (compute.start_timeout)"
                 raise SamplersLost(

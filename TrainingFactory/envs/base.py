@@ -85,7 +85,7 @@ class ToolEnvironment:
         short_answer = answer.rpartition("####")[2]  # GSM8K answers have the solution before it
         return float(episode.trajectory.answer.strip() in (answer.strip(), short_answer.strip()))
 
-    reward.quick = True  # type: ignore[attr-defined]  # tells `rewards.adapt.called` not to use a thread
+    reward.runs_inline = True  # type: ignore[attr-defined]  # for `rewards.adapt.call_function`
 
     async def close(self) -> None:
         """Release the resources of the episode."""

@@ -87,20 +87,20 @@ class Match:
     """The state of a game between two episodes, and the role whose turn it is. The episode that starts first creates
     the game."""
 
-    def __init__(self, factory: type[SelfPlayEnvironment]) -> None:
-        self._factory = factory
+    def __init__(self, game_class: type[SelfPlayEnvironment]) -> None:
+        self._game_class = game_class
         self._game: SelfPlayEnvironment | None = None
-        self._role_to_move = factory.roles[0]
+        self._role_to_move = game_class.roles[0]
         self._pending_text = ""  # what the role to move reads
-        self._condition = asyncio.Condition()
-        self._num_seats = len(factory.roles)
+        self._turn_condition = asyncio.Condition()
+        self._num_seats = len(game_class.roles)
         self.is_over = False
         self._failed_role: str | None = None  # role whose episode failed
 
-    def seat(self, role: str, task: Task) -> RoleSeat:
+    def create_seat(self, role: str, task: Task) -> RoleSeat:
         """Return the environment of a role. Create the game if it does not exist yet."""
         if self._game is None:
-            self._game = self._factory(task)
+            self._game = self._game_class(task)
         return RoleSeat(task, self, role)
 
     @property
@@ -111,8 +111,8 @@ class Match:
     async def wait_for_turn(self, role: str) -> str | None:
         """Wait until it is the role's turn. Return the text that the role reads before its move; None if the game is
         over."""
-        async with self._condition:
-            await self._condition.wait_for(lambda: self.is_over or self._role_to_move == role)
+        async with self._turn_condition:
+            await self._turn_condition.wait_for(lambda: self.is_over or self._role_to_move == role)
         if self._failed_role is not None:
             raise ToolFailure(f"the episode of the other role, {self._failed_role}, failed")
         return None if self.is_over else self._pending_text
@@ -128,15 +128,15 @@ class Match:
             raise TypeError(f"{type(self.game).__name__}.move must return a text or None, not {reply!r:.60}")
         first_role, second_role = self.game.roles
         self._role_to_move, self._pending_text = second_role if role == first_role else first_role, reply
-        async with self._condition:
-            self._condition.notify_all()
+        async with self._turn_condition:
+            self._turn_condition.notify_all()
 
     async def end_game(self, *, forfeited_role: str | None = None, failed_role: str | None = None) -> None:
         """End the game, unless it is over."""
         if not self.is_over:
             self.is_over, self._failed_role, self.game.forfeited = True, failed_role, forfeited_role
-        async with self._condition:
-            self._condition.notify_all()
+        async with self._turn_condition:
+            self._turn_condition.notify_all()
 
     async def leave(self, role: str) -> None:
         """Leave the game. This ends it, because the other episode cannot continue alone. The last episode to leave

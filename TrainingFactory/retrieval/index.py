@@ -27,10 +27,10 @@ class VectorIndex:
 
     def __init__(self, passages: Passages, encoder: SentenceEncoder, prefix: str, tool_name: str) -> None:
         self._faiss = load_faiss(tool_name)
-        self.version = digest(FORMAT_VERSION, passages.content, encoder.digest, prefix)
+        self.version = digest(FORMAT_VERSION, passages.content_digest, encoder.digest, prefix)
         if not passages.num_passages:
             raise ValueError(f"tool {tool_name}: {passages.path} has no passages to search; add some")
-        self.file = passages.index.with_name(f"{passages.index.stem}-{self.version[:20]}.npy")
+        self.file = passages.index_path.with_name(f"{passages.index_path.stem}-{self.version[:20]}.npy")
         vectors = _load_vectors(self.file, passages.num_passages)
         if vectors is None:
             vectors = _encode_passages(passages, encoder, prefix, tool_name)

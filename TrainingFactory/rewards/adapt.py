@@ -251,8 +251,8 @@ def short_repr(value: Any) -> str:
 
 
 async def call_function(function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
-    """Call the function: on the event loop if it is async or marked `quick`, else in a thread, because it may block."""
-    if getattr(function, "quick", None) is True:
+    """Call the function: on the event loop if it is async or has `runs_inline`, else in a thread, as it may block."""
+    if getattr(function, "runs_inline", None) is True:
         return function(*args, **keywords)
     routine = function if inspect.isroutine(function) else type(function).__call__
     if inspect.iscoroutinefunction(routine):

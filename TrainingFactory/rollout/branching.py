@@ -323,7 +323,7 @@ class EpisodeForest:
             parent.task, parent.group, member, parent.prompt, parent.tools, list(parent.turns),
             parent=parent.member, fork_turn=len(parent.turns),
         )  # fmt: skip
-        num_batches = environment.executor.batches if isinstance(environment, ToolEnvironment) else 0
+        num_batches = environment.executor.num_batches if isinstance(environment, ToolEnvironment) else 0
         start = ForkPoint(prompt_ids, _collect_turn_keys(run), num_batches, method, self.branching.timeout)
         if isinstance(forked_environment, ToolEnvironment) and isinstance(environment, ToolEnvironment):
             forked_environment.executor.continue_from(environment.executor, fork_key, forked_environment)

@@ -186,7 +186,7 @@ class RolloutEngine:
 
     def _report_episode(self, episode: EpisodeRun) -> None:
         if self.rules.runtime is not None and self.rules.runtime.recorder is not None:
-            self.rules.runtime.recorder.check()  # raises if a replay has diverged from its recording
+            self.rules.runtime.recorder.check_replay()  # raises if a replay has diverged from its recording
         if self.on_episode is not None and episode.drop_reason is None:
             self.on_episode(episode.trajectory)
 

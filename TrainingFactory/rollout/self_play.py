@@ -55,7 +55,7 @@ class SelfPlayRollouts(RolloutEngine):
                     key = EpisodeKey(step_key, name, seat * group_size + game_index)
                     run = self._open_episode(sampler, task, step, key, role)
                     run.rules = dataclasses.replace(
-                        self.rules, make_environment=functools.partial(match.seat, role)
+                        self.rules, make_environment=functools.partial(match.create_seat, role)
                     )
                     runs_by_role[seat].append(run)
             runs += [*runs_by_role[0], *runs_by_role[1]]

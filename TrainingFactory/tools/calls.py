@@ -20,11 +20,11 @@ _locked_states: ContextVar[tuple[ToolState, ...]] = ContextVar("locked states", 
 
 
 class CallOutcome(NamedTuple):
-    """Outcome of an attempt to execute a call. `is_lost`: no answer arrived, so the tool may or may not have executed
-    the call. `was_called`: the tool was called."""
+    """Outcome of an attempt to execute a call. `is_answer_lost`: no answer arrived, so it is unknown whether the tool
+    executed the call. `was_called`: the tool was called."""
 
     result: ToolResult
-    is_lost: bool = False
+    is_answer_lost: bool = False
     was_called: bool = True
 
 
@@ -82,8 +82,8 @@ class ToolState:
         """Execute the skipped calls in order, so that the state matches the conversation."""
         while self._skipped_calls:
             call, content = self._skipped_calls[0]
-            result, is_lost, _ = await call.execute(call, time.monotonic() + call.max_seconds)
-            if is_lost or result.error == "unavailable":
+            result, is_answer_lost, _ = await call.execute(call, time.monotonic() + call.max_seconds)
+            if is_answer_lost or result.error == "unavailable":
                 raise ToolFailure(
                     f"{call.name} was answered from the cache, but executing it on {self.server_name or 'the tool'} "
                     f"afterwards failed: {result.content}"
@@ -110,7 +110,7 @@ class ResultCache(Protocol):
     """A cache shared by all episodes of a run, such as `ToolCache`."""
 
     @property
-    def failures(self) -> int: ...
+    def num_failures(self) -> int: ...
     def episode(self, scope: str) -> EpisodeCache:
         """Open the cache for an episode. In-process stateful tools share results only within the same `scope`."""
         ...

@@ -60,7 +60,7 @@ class AsyncToolExecutor:
         self._cache: EpisodeCache | None = None
         self._key: Hashable = ""
         self._owner: object = None
-        self.batches = 0  # executed for the model so far
+        self.num_batches = 0  # executed for the model so far
         self._is_recording = True
         self._ordinals: defaultdict[tuple[str, str], int] = defaultdict(int)
         for tool_or_source in map(as_tool, tools):
@@ -87,7 +87,7 @@ class AsyncToolExecutor:
         """Share `runtime` with the other executors of a run. Call this before the first tool call. `key` identifies
         the episode in a recording. Stateful tools of this process share cached results only among episodes of the same
         `task`; None: with no other episode. `owner` is the environment, whose own methods a replay runs again."""
-        assert self.batches == 0, "attach must be called before the first tool call"
+        assert self.num_batches == 0, "attach must be called before the first tool call"
         self._runtime = runtime
         self._key, self._owner = key, owner
         if runtime.cache is not None:
@@ -112,13 +112,13 @@ class AsyncToolExecutor:
         recorded already."""
         self._key, self._is_recording = key, records
         if batches is not None:
-            self.batches = batches
+            self.num_batches = batches
 
     def continue_from(self, parent: AsyncToolExecutor, key: Hashable, owner: object) -> None:
         """Continue the calls of the executor `parent`. `owner` is the environment of this executor, a copy of the
         parent's."""
         self._runtime, self._key, self._owner = parent._runtime, key, owner
-        self.batches = parent.batches
+        self.num_batches = parent.num_batches
         self._cache = None if parent._cache is None else parent._cache.fork()
 
     async def catch_up(self) -> None:
@@ -168,8 +168,8 @@ class AsyncToolExecutor:
     def _assign_positions(self, calls: Sequence[ToolCall]) -> list[CallPosition]:
         caller = [None, *(name for executor, name in _callers.get() if executor is self)][-1]
         if caller is None:
-            self.batches += 1
-            return [CallPosition(self._key, self.batches - 1, index) for index in range(len(calls))]
+            self.num_batches += 1
+            return [CallPosition(self._key, self.num_batches - 1, index) for index in range(len(calls))]
         positions = []
         for call in calls:
             try:

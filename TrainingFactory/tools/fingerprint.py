@@ -58,10 +58,10 @@ def fingerprint_object(obj: Any) -> str:
         name: value for name, value in attributes.items() if not name.startswith("__")
     } | methods
     try:
-        encoded = json.dumps(plain_attributes, sort_keys=True, default=lambda value: type(value).__qualname__)
+        as_json = json.dumps(plain_attributes, sort_keys=True, default=lambda value: type(value).__qualname__)
     except (TypeError, ValueError, RecursionError):
-        encoded = ""
-    return digest(cls.__module__, cls.__qualname__, encoded)
+        as_json = ""
+    return digest(cls.__module__, cls.__qualname__, as_json)
 
 
 def digest(*texts: str) -> str:

@@ -42,7 +42,7 @@ def make_tools_without_options() -> list[Tool | ToolSource]:
 
 
 def _is_factory(factory: Any) -> bool:
-    """Return whether `target` creates tools: it is a class of tools, or a function whose return type is a tool. False
+    """Return whether `factory` creates tools: it is a class of tools, or a function whose return type is a tool. False
     for objects that are tools themselves: a plain typed function, or a class with qwen_agent's interface."""
     if inspect.isclass(factory):
         return not hasattr(factory, "call")

@@ -56,10 +56,10 @@ class Recorder:
 
     def __init__(self, folder: Path | None = None) -> None:
         self._output_file: Path | None = None
-        self._images: ImageStore | None = None  # of the recorded calls
+        self._image_store: ImageStore | None = None  # of the recorded calls
         self._uncommitted_lines: dict[CallPosition, str] = {}
         self._replay_folder, self._replay_file = folder, None
-        self._offsets: dict[CallPosition, int] = {}  # in the file: results are read on demand, to save memory
+        self._row_offsets: dict[CallPosition, int] = {}  # results are read on demand, to save memory
         self._mismatch: ReplayMismatch | None = None  # the first one
         if folder is not None:
             self._replay_file = _open_calls(folder)
@@ -67,12 +67,12 @@ class Recorder:
             for line_number, line in enumerate(self._replay_file, 1):
                 if line.endswith(b"\n"):  # skip a partial last line, left by a killed process
                     # A step that was interrupted and repeated appears twice; the last one counts.
-                    self._offsets[_decode_position(line, f"{folder / CALLS_FILE}:{line_number}")] = offset
+                    self._row_offsets[_decode_position(line, f"{folder / CALLS_FILE}:{line_number}")] = offset
                 offset += len(line)
 
     def record_to(self, folder: Path) -> None:
         self._output_file = folder / CALLS_FILE
-        self._images = ImageStore.for_file(self._output_file)
+        self._image_store = ImageStore.for_file(self._output_file)
         self._output_file.touch()  # a run without tool calls can be replayed too
 
     def record(
@@ -80,13 +80,13 @@ class Recorder:
     ) -> None:
         """Buffer a call until `commit`, so that an interrupted batch of episodes leaves nothing in the file."""
         if self._output_file is not None:
-            self._uncommitted_lines[position] = _encode_call(position, call, result, self._images)
+            self._uncommitted_lines[position] = _encode_call(position, call, result, self._image_store)
 
     def replay(self, position: CallPosition, call: ToolCall) -> ToolResult | None:
         """Return the recorded result, or raise the recorded ToolFailure; None if this run is not a replay."""
         if self._replay_file is None:
             return None
-        offset = self._offsets.get(position)
+        offset = self._row_offsets.get(position)
         if offset is None:
             raise self._make_mismatch(position, call, "but no such call was recorded")
         self._replay_file.seek(offset)
@@ -104,7 +104,7 @@ class Recorder:
 
     def find_dropped_fork(self, key: EpisodeKey) -> str | None:
         """Return the reason if the recorded run dropped the fork with this key; None otherwise and outside replays."""
-        offset = self._offsets.get(CallPosition(key, FORK_BATCH, ""))
+        offset = self._row_offsets.get(CallPosition(key, FORK_BATCH, ""))
         if self._replay_file is None or offset is None:
             return None
         self._replay_file.seek(offset)
@@ -129,7 +129,7 @@ class Recorder:
             remedy = "A replay reruns such methods unless they are pure: make a random one a separate tool"
             raise self._make_mismatch(position, call, f"{problem}. {remedy}")
 
-    def check(self) -> None:
+    def check_replay(self) -> None:
         """Raise ValueError if a call differed from the recording, because callers may swallow the ReplayMismatch."""
         if self._mismatch is not None:
             raise ValueError(str(self._mismatch)) from self._mismatch
@@ -206,7 +206,7 @@ def _encode_call(
     position: CallPosition,
     call: ToolCall,
     result: ToolResult | ToolFailure | RecordedCancellation,
-    store: ImageStore | None,
+    image_store: ImageStore | None,
 ) -> str:
     field_values = (*_get_key(position), position.batch, position.index, call.name, call.arguments)
     row: dict[str, Any] = dict(zip(_CALL_FIELDS, field_values, strict=True))
@@ -219,14 +219,14 @@ def _encode_call(
             name: value for name, default in _DEFAULTS.items() if (value := getattr(result, name)) != default
         }
         if result.images:
-            row["result"]["images"] = images_to_rows(result.images, store)
+            row["result"]["images"] = images_to_rows(result.images, image_store)
     return _to_json(row) + "\n"
 
 
 def _decode_result(row: dict[str, Any], folder: Path | None) -> ToolResult:
     result = ToolResult(**{name: value for name, value in row.items() if name != "images"})
-    store = None if folder is None else ImageStore(folder / IMAGES_FOLDER)
-    result.images = images_from_rows(row.get("images", ()), store)
+    image_store = None if folder is None else ImageStore(folder / IMAGES_FOLDER)
+    result.images = images_from_rows(row.get("images", ()), image_store)
     return result
 
 

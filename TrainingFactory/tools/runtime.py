@@ -28,13 +28,13 @@ _jitter = random.Random()  # separate from the global generator, which training 
 FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.25, 8.0
 # Exceptions that mean that no answer arrived: a retry may help, and the server may be down. Any other exception of a
 # tool is its answer. The names belong to packages that need not be installed (httpx, aiohttp, anyio, redis, urllib3).
-LOST_ERRORS = (OSError, EOFError, SelfCancelled, asyncio.CancelledError)
-LOST_ERROR_NAMES = {
+NO_ANSWER_ERRORS = (OSError, EOFError, SelfCancelled, asyncio.CancelledError)
+NO_ANSWER_ERROR_NAMES = {
     "ConnectionError", "TimeoutError", "TransportError", "ClientConnectionError", "BrokenResourceError",
     "ClosedResourceError",
 }  # fmt: skip
 # Errors about a path, which the model may have written.
-ANSWER_ERRORS = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
+PATH_ERRORS = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 DOWN_REASON = "is not available at the moment"
 BUSY_REASON = "is in use by others and did not become free in time"
 
@@ -51,7 +51,7 @@ class ToolRuntime:
         self.recorder = recorder
         self.deadline = deadline
         self.metrics = ToolMetrics()
-        self._limits: dict[tuple[Any, ...], CallLimits] = {}
+        self._limits_by_tool: dict[tuple[Any, ...], CallLimits] = {}
         self._breakers: dict[str, CircuitBreaker] = {}
 
     @cached_property
@@ -65,7 +65,7 @@ class ToolRuntime:
             return {}
         metrics["tools/circuits_open"] = sum(breaker.is_open for breaker in self._breakers.values())
         if self.cache is not None:
-            metrics["tools/cache_failures"] = self.cache.failures
+            metrics["tools/cache_failures"] = self.cache.num_failures
         return metrics
 
     def breaker(self, server: str) -> CircuitBreaker | None:
@@ -80,7 +80,7 @@ class ToolRuntime:
         for attempt in range(options.retries if options.repeatable else 0):
             pause_seconds = min(FIRST_PAUSE_SECONDS * 2**attempt, MAX_PAUSE_SECONDS) * _jitter.uniform(0.5, 1)
             is_too_late = time.monotonic() + pause_seconds >= deadline
-            if not outcome.is_lost or is_too_late or (breaker is not None and breaker.is_open):
+            if not outcome.is_answer_lost or is_too_late or (breaker is not None and breaker.is_open):
                 break
             await asyncio.sleep(pause_seconds)
             self.metrics.count_retry(call.name, call.episode)
@@ -112,14 +112,14 @@ class ToolRuntime:
         until_ready: Callable[[], Awaitable[None]] | None = getattr(call.tool, "until_ready", None)
         if limits is None and until_ready is None:
             return await self._run_guarded(call, deadline, breaker)
-        async with AsyncExitStack() as stack:
+        async with AsyncExitStack() as exit_stack:
             start_time = time.monotonic()
             try:
                 async with asyncio.timeout(deadline - start_time):
                     if until_ready is not None:
                         await until_ready()
                     if limits is not None:
-                        await stack.enter_async_context(limits.hold_slot())
+                        await exit_stack.enter_async_context(limits.hold_slot())
             except TimeoutError:
                 return _make_unavailable_outcome(call, BUSY_REASON)
             finally:
@@ -134,18 +134,18 @@ class ToolRuntime:
             return _make_unavailable_outcome(call, BUSY_REASON)
         if breaker is None:
             return await _run_with_timeout(call, min(call.timeout, remaining_seconds))
-        token = breaker.allow()
+        token = breaker.admit_call()
         if token is None:
             return _make_unavailable_outcome(call, DOWN_REASON)
         has_answered: bool | None = None
         try:
             outcome = await _run_with_timeout(call, min(call.timeout, remaining_seconds))
-            has_answered = not outcome.is_lost
+            has_answered = not outcome.is_answer_lost
         except ToolFailure:
             has_answered = False
             raise
         finally:
-            breaker.release(token, has_answered)
+            breaker.record_outcome(token, has_answered)
         return outcome
 
     def _get_limits(self, call: PendingCall) -> CallLimits | None:
@@ -153,7 +153,7 @@ class ToolRuntime:
         if options.concurrency is None and options.rate is None:
             return None
         limits_key = (options.server, call.name, options.concurrency, options.rate)
-        return self._limits.setdefault(limits_key, CallLimits(options.concurrency, options.rate))
+        return self._limits_by_tool.setdefault(limits_key, CallLimits(options.concurrency, options.rate))
 
 
 async def _run_with_timeout(call: PendingCall, timeout: float) -> CallOutcome:
@@ -166,12 +166,12 @@ async def _run_with_timeout(call: PendingCall, timeout: float) -> CallOutcome:
     except OutOfTime:
         log.info("tool %s was cancelled after %g s", call.name, timeout)
         message = f"{call.name} took longer than {timeout:.3g} s and was stopped"
-        return CallOutcome(ToolResult(message, ok=False, error="timeout"), is_lost=True)
+        return CallOutcome(ToolResult(message, ok=False, error="timeout"), is_answer_lost=True)
     except Exception as error:
         log.info("tool %s failed", call.name, exc_info=True)
         message = f"{call.name} failed: {describe(error)}"
-        return CallOutcome(ToolResult(message, ok=False, error="exception"), is_lost=is_lost(error))
-    return CallOutcome(result, is_lost=not result.ok and result.error in ("timeout", "unavailable"))
+        return CallOutcome(ToolResult(message, ok=False, error="exception"), is_no_answer_error(error))
+    return CallOutcome(result, is_answer_lost=not result.ok and result.error in ("timeout", "unavailable"))
 
 
 async def run_tool(tool: Tool, arguments: dict[str, Any]) -> ToolResult:
@@ -181,15 +181,15 @@ async def run_tool(tool: Tool, arguments: dict[str, Any]) -> ToolResult:
     except SystemExit as error:
         raise RuntimeError("it tried to end the program") from error
     except BaseExceptionGroup as error:  # a broken connection may raise one that is not an Exception
-        error_type = ConnectionError if error.subgroup(is_lost) is not None else RuntimeError
+        error_type = ConnectionError if error.subgroup(is_no_answer_error) is not None else RuntimeError
         raise error_type(describe(error)) from error
 
 
-def is_lost(error: BaseException) -> bool:
+def is_no_answer_error(error: BaseException) -> bool:
     """Return whether the exception means that no answer arrived; any other exception of a tool is its answer."""
-    if isinstance(error, LOST_ERRORS):
-        return not isinstance(error, ANSWER_ERRORS)
-    return any(cls.__name__ in LOST_ERROR_NAMES for cls in type(error).__mro__)
+    if isinstance(error, NO_ANSWER_ERRORS):
+        return not isinstance(error, PATH_ERRORS)
+    return any(cls.__name__ in NO_ANSWER_ERROR_NAMES for cls in type(error).__mro__)
 
 
 def _make_unavailable_outcome(call: PendingCall, reason: str) -> CallOutcome:

@@ -60,8 +60,8 @@ def get_description(function: Callable[..., Any]) -> str:
 def _parse_parameter_docs(doc: str) -> dict[str, str]:
     """Return the parameter descriptions of a docstring: `name: text` lines under Args:, `:param name: text` lines, and
     numpy's `name : type` lines with the text below. More deeply indented lines continue a text."""
-    google = re.search(r"^(?:Args|Arguments|Parameters):[ \t]*\n((?:[ \t]+.*\n?|\n)+)", doc, re.MULTILINE)
-    google_section = inspect.cleandoc(google.group(1)) if google else ""
+    args_match = re.search(r"^(?:Args|Arguments|Parameters):[ \t]*\n((?:[ \t]+.*\n?|\n)+)", doc, re.MULTILINE)
+    google_section = inspect.cleandoc(args_match.group(1)) if args_match else ""
     numpy_match = re.search(r"^Parameters\n-{3,}\n((?:.*\n?)*?)(?=^\w+\n-{3,}|\Z)", doc, re.MULTILINE)
     numpy_section = numpy_match.group(1) if numpy_match else ""
     descriptions = re.findall(r"^(\w+)(?: \(.*\))?:[ \t]+(.+(?:\n[ \t]+.+)*)", google_section, re.MULTILINE)
@@ -78,7 +78,7 @@ def _find_description(hint: Any) -> str | None:
 
 
 # Keywords whose value maps names to schemas.
-_SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_SCHEMA_MAP_KEYS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
 
 def without_titles(schema: Any, is_schema: bool = True) -> Any:
@@ -92,7 +92,7 @@ def without_titles(schema: Any, is_schema: bool = True) -> Any:
         if is_schema and key == "title":
             continue
         is_data = is_schema and key in _DATA_KEYS
-        cleaned_schema[key] = value if is_data else without_titles(value, key not in _SCHEMA_MAPS)
+        cleaned_schema[key] = value if is_data else without_titles(value, key not in _SCHEMA_MAP_KEYS)
     return cleaned_schema
 
 
@@ -177,9 +177,9 @@ _PYTHON_TYPES = {"string": str, "integer": int, "number": float, "boolean": bool
 def _has_exact_types(schema: dict[str, Any], arguments: dict[str, Any]) -> bool:
     """Return whether the schema constrains only types and all arguments match (a fast path without jsonschema)."""
     for name, value in arguments.items():
-        field = schema.get("properties", {}).get(name)
-        has_only_type = isinstance(field, dict) and field.keys() <= _TYPE_KEYWORDS
-        if not has_only_type or _PYTHON_TYPES.get(str(field.get("type"))) is not type(value):
+        property_schema = schema.get("properties", {}).get(name)
+        has_only_type = isinstance(property_schema, dict) and property_schema.keys() <= _TYPE_KEYWORDS
+        if not has_only_type or _PYTHON_TYPES.get(str(property_schema.get("type"))) is not type(value):
             return False
     is_plain = schema.get("type") == "object" and schema.keys() <= _TYPE_KEYWORDS | {"properties", "required"}
     return is_plain and all(name in arguments for name in schema.get("required", ()))

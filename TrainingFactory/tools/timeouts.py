@@ -48,16 +48,16 @@ class PausableClock:
     def now(self) -> float:
         return (time.monotonic() if self._resumed_future is None else self._paused_at) - self._paused_seconds
 
-    def paused_for(self) -> float:
+    def get_pause_seconds(self) -> float:
         """Return the seconds since the current pause began; 0 while the clock runs."""
         return 0.0 if self._resumed_future is None else time.monotonic() - self._paused_at
 
     async def wait(self, task: asyncio.Task[Any], seconds: float) -> None:
         """Wait until the task is done, for at most `seconds` on this clock."""
         deadline = self.now() + seconds
-        while not task.done() and (remaining := deadline - self.now()) > 0:
+        while not task.done() and (remaining_seconds := deadline - self.now()) > 0:
             if self._resumed_future is None:
-                await asyncio.wait({task}, timeout=remaining)
+                await asyncio.wait({task}, timeout=remaining_seconds)
             else:
                 await asyncio.wait({task, self._resumed_future}, return_when=asyncio.FIRST_COMPLETED)
 

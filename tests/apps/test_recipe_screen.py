@@ -15,7 +15,7 @@ from tests.kits.vision_models import TEXT, TOKENS, TOWER, vision_model
 from TrainingFactory.apps.recipes import alignment
 from TrainingFactory.apps.recipes import screen as recipe
 from TrainingFactory.apps.recipes.alignment import WordTargets, align_tower
-from TrainingFactory.envs.builtin.screen import ScreenEnvironment, Screens
+from TrainingFactory.envs.builtin.screen import ScreenAdapter, ScreenEnvironment
 
 OPTIONS = {"columns": 2, "rows": 4, "cell": 32}
 STEPS = 70
@@ -54,7 +54,7 @@ def words(screen: ScreenEnvironment) -> list[str]:
 
 
 def heldout(count: int) -> list[ScreenEnvironment]:
-    environment = Screens.from_options(OPTIONS).as_environment()
+    environment = ScreenAdapter.from_options(OPTIONS).as_environment()
     return [environment(task) for task in environment.tasks("heldout", 5, count)]
 
 

@@ -191,17 +191,17 @@ def test_the_clock_of_episodes_stops_while_no_sampler_is_alive() -> None:
         one, two = fakes.made
         fakes.gate, one.dead = asyncio.Event(), True
         await fleet.session().sample([1], params(1))
-        assert fleet.clock.paused_for() == 0  # one is alive
+        assert fleet.clock.get_pause_seconds() == 0  # one is alive
         two.dead = True
         turn = asyncio.create_task(fleet.session().sample([1], params(2)))
-        while not fleet.clock.paused_for():
+        while not fleet.clock.get_pause_seconds():
             await asyncio.sleep(0)
         stopped = fleet.clock.now()
         await asyncio.sleep(0.01)
         assert fleet.clock.now() == stopped
         fakes.gate.set()
         assert (await turn).token_ids == [2]
-        assert fleet.clock.paused_for() == 0 and fleet.clock.now() >= stopped
+        assert fleet.clock.get_pause_seconds() == 0 and fleet.clock.now() >= stopped
         await fleet.close()
 
     run(test())

@@ -24,7 +24,7 @@ from tests.kits.rollout import FakeChat
 from tests.kits.run import Quiet
 from TrainingFactory.assembly.environment import make_environment
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.envs.containers.environment import ContainerTasks, read_reward
+from TrainingFactory.envs.containers.environment import ContainerAdapter, read_reward
 from TrainingFactory.envs.containers.runtime import OWNER_LABEL, ContainerRuntime, find_runtime, make_owner_id
 from TrainingFactory.envs.containers.tasks import read_task, read_task_folders
 from TrainingFactory.rollout.scripted import play
@@ -186,7 +186,7 @@ def test_containers_start_with_limits_and_are_removed(tmp_path: Path) -> None:
     fake = FakeRuntime(tmp_path / "fake")
     write_harbor_task(tmp_path / "tasks" / "add", "[environment]\ncpus = 2\nmemory_mb = 512\n")
     fake.answer("exec", "1")
-    environment = ContainerTasks.from_options(
+    environment = ContainerAdapter.from_options(
         options(tmp_path / "tasks", fake.command, pids=99)
     ).as_environment()
     trajectory = episode(environment, "add", "ls; echo $HOME")
@@ -220,7 +220,7 @@ def test_the_network_is_an_option_and_images_are_built_once(tmp_path: Path) -> N
     fake.answer("image", "", 1)
     fake.answer("exec", "1")
     write_harbor_task(tmp_path / "tasks" / "add")
-    environment = ContainerTasks.from_options(
+    environment = ContainerAdapter.from_options(
         options(tmp_path / "tasks", fake.command, network=True)
     ).as_environment()
 
@@ -239,7 +239,7 @@ def test_a_container_that_does_not_start_drops_the_episode(tmp_path: Path) -> No
     fake = FakeRuntime(tmp_path / "fake")
     fake.answer("run", "no space left on device", 125)
     write_harbor_task(tmp_path / "tasks" / "add")
-    environment = ContainerTasks.from_options(options(tmp_path / "tasks", fake.command)).as_environment()
+    environment = ContainerAdapter.from_options(options(tmp_path / "tasks", fake.command)).as_environment()
     trajectory = episode(environment, "add", "ls")
     assert trajectory.status == "tool_failure" and trajectory.reward is None
     assert "no space left on device" in (trajectory.error or "")
@@ -248,7 +248,7 @@ def test_a_container_that_does_not_start_drops_the_episode(tmp_path: Path) -> No
 def test_long_commands_and_outputs_are_limited(tmp_path: Path) -> None:
     fake = FakeRuntime(tmp_path / "fake")
     write_harbor_task(tmp_path / "tasks" / "add")
-    environment = ContainerTasks.from_options(
+    environment = ContainerAdapter.from_options(
         options(tmp_path / "tasks", fake.command, max_output=100)
     ).as_environment()
     fake.answer("exec", "x" * 300_000)
@@ -266,7 +266,8 @@ def test_containers_of_dead_processes_are_swept(tmp_path: Path, is_dead: bool) -
     runtime = ContainerRuntime([fake.command])
     asyncio.run(runtime.remove_orphans())
     removed = [["rm", "-f", "c1"]] if is_dead else []
-    assert [call for call in fake.calls if call[0] == "rm"] == removed and runtime.counts["swept"] == is_dead
+    assert [call for call in fake.calls if call[0] == "rm"] == removed
+    assert runtime.event_counts["swept"] == is_dead
 
 
 def test_a_recording_replays_without_containers(tmp_path: Path) -> None:
@@ -306,7 +307,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def test_the_reference_solution_earns_more_than_junk_in_both_formats(tmp_path: Path, real: str) -> None:
     write_harbor_task(tmp_path / "harbor")
     write_terminal_bench_task(tmp_path / "bench")
-    environment = ContainerTasks.from_options(options(tmp_path, real)).as_environment()
+    environment = ContainerAdapter.from_options(options(tmp_path, real)).as_environment()
     for name, junk in (("harbor", 0.25), ("bench", 0.0)):
         rewards = [episode(environment, name, expert=True).reward, episode(environment, name, "ls").reward]
         assert [reward and reward.outcome for reward in rewards] == [1.0, junk]
@@ -316,7 +317,7 @@ def test_the_reference_solution_earns_more_than_junk_in_both_formats(tmp_path: P
 @pytest.mark.slow
 def test_a_container_confines_the_agent(tmp_path: Path, real: str) -> None:
     write_harbor_task(tmp_path / "add")
-    environment = ContainerTasks.from_options(
+    environment = ContainerAdapter.from_options(
         options(tmp_path, real, command_timeout=5, memory_mb=64, pids=40)
     ).as_environment()
     found = outputs(
@@ -346,11 +347,11 @@ def test_containers_of_a_killed_run_are_removed_by_the_next(tmp_path: Path, real
     write_harbor_task(tmp_path / "add")
     code = f"""
 import asyncio, os
-from TrainingFactory.envs.containers.environment import ContainerTasks
+from TrainingFactory.envs.containers.environment import ContainerAdapter
 from TrainingFactory.types import Task
 
 async def main():
-    environment = ContainerTasks.from_options({options(tmp_path, real)!r}).as_environment()(Task("add", "?"))
+    environment = ContainerAdapter.from_options({options(tmp_path, real)!r}).as_environment()(Task("add", "?"))
     await environment.run_command("ls")
     os.kill(os.getpid(), 9)
 
@@ -358,7 +359,7 @@ asyncio.run(main())
 """
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == -9
     assert len(_containers(real)) == 1
-    environment = ContainerTasks.from_options(options(tmp_path, real)).as_environment()
+    environment = ContainerAdapter.from_options(options(tmp_path, real)).as_environment()
     assert episode(environment, "add", "ls").reward is not None
     assert _containers(real) == [] and environment.run_metrics()["containers/swept"] == 1.0
 
@@ -373,7 +374,7 @@ def test_a_run_trains_in_real_containers(tmp_path: Path, real: str) -> None:
         sampling={"max_tokens": 4},
         logging={"output_dir": str(tmp_path / "runs")},
     )
-    environment = ContainerTasks.from_options(
+    environment = ContainerAdapter.from_options(
         options(tmp_path / "tasks", real, heldout=None)
     ).as_environment()
     [row] = (

@@ -95,7 +95,7 @@ def test_chance_is_the_success_of_random_taps(kind: str) -> None:
         choices = [*combinations(range(1, 9), 2 if kind == "switches" else 1)]
         taps = [[tap(cell=cell) for cell in choice] for choice in choices]
         outcomes = [outcome(played(environment(task), *turns, *done)) for turns in taps]
-        assert math.isclose(sum(outcomes) / len(outcomes), environment.chance(task))
+        assert math.isclose(sum(outcomes) / len(outcomes), environment.get_chance_rate(task))
 
 
 def test_the_text_says_nothing_about_the_place() -> None:
@@ -108,7 +108,9 @@ def test_the_text_says_nothing_about_the_place() -> None:
         heldout = [task for task in environment.tasks("heldout", 7, 400) if task.prompt in cells]
         hits = [cells[task.prompt].most_common(1)[0][0] in task.metadata["targets"] for task in heldout]
         deviation = math.sqrt(0.25 * 0.75 / len(hits))
-        assert environment.chance(heldout[0]) == 0.25 and sum(hits) / len(hits) <= 0.25 + 4 * deviation
+        assert (
+            environment.get_chance_rate(heldout[0]) == 0.25 and sum(hits) / len(hits) <= 0.25 + 4 * deviation
+        )
 
 
 def test_blind_pictures_have_the_size_and_show_nothing() -> None:
@@ -248,7 +250,7 @@ def test_answers_to_charts_are_uniform() -> None:
         environment = charts(kinds=[kind])
         tasks = list(environment.tasks("train", 0, 160))
         counts = Counter(task.answer for task in tasks)
-        chance = environment.chance(tasks[0])
+        chance = environment.get_chance_rate(tasks[0])
         assert len(counts) == round(1 / chance)
         assert max(counts.values()) / 160 <= chance + 4 * math.sqrt(chance * (1 - chance) / 160)
 

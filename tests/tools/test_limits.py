@@ -83,21 +83,21 @@ async def test_a_rate_spaces_calls_and_who_gives_up_uses_no_slot(monkeypatch: py
 
 def test_a_breaker():
     now = 0.0
-    breaker = CircuitBreaker(max_failures=3, pause=1.0, max_pause=3.0, clock=lambda: now)
+    breaker = CircuitBreaker(max_failures=3, pause_seconds=1.0, max_pause_seconds=3.0, clock=lambda: now)
 
     def call(answered: bool | None) -> bool:
-        begun = breaker.allow()
+        begun = breaker.admit_call()
         if begun is not None:
-            breaker.release(begun, answered)
+            breaker.record_outcome(begun, answered)
         return begun is not None
 
     assert call(False) and call(False) and call(True) and call(False) and call(False)
     assert not breaker.is_open  # never three in a row
     assert call(False) and breaker.is_open and not call(True)
     now = 1.0
-    probe = breaker.allow()
-    assert probe is not None and breaker.allow() is None  # one probe at a time
-    breaker.release(probe, None)  # the probe was broken off: that says nothing
+    probe = breaker.admit_call()
+    assert probe is not None and breaker.admit_call() is None  # one probe at a time
+    breaker.record_outcome(probe, None)  # the probe was broken off: that says nothing
     assert call(False) and not call(True)  # a failed probe: twice as long
     now = 2.5
     assert not call(True)
@@ -112,12 +112,12 @@ def test_a_breaker():
 
 def test_calls_that_fail_together_count_as_one_failure():
     breaker = CircuitBreaker(max_failures=2, clock=lambda: 0.0)
-    together = [breaker.allow() for _ in range(64)]
+    together = [breaker.admit_call() for _ in range(64)]
     for begun in together:
         assert begun is not None
-        breaker.release(begun, False)
+        breaker.record_outcome(begun, False)
     assert not breaker.is_open
-    begun = breaker.allow()
+    begun = breaker.admit_call()
     assert begun is not None
-    breaker.release(begun, False)
+    breaker.record_outcome(begun, False)
     assert breaker.is_open

@@ -95,7 +95,7 @@ async def test_a_server_that_dies_at_every_call_is_not_waited_for(monkeypatch: p
 
 
 async def test_a_hung_server_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mcp_connection, "CHECK_SECONDS", 0.3)
+    monkeypatch.setattr(mcp_connection, "HEALTH_CHECK_SECONDS", 0.3)
     async with kit.tiny() as tools:
         old = await kit.pid_of(tools)
         os.kill(old, signal.SIGSTOP)

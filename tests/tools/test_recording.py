@@ -63,7 +63,7 @@ def test_failures_are_raised_again(tmp_path: Path) -> None:
     recorder = Recorder(recorded(tmp_path, (place(), ToolCall("sql"), ToolFailure("the server is gone"))))
     with pytest.raises(ToolFailure, match=r"^the server is gone$"):
         recorder.replay(place(), ToolCall("sql"))
-    recorder.check()  # that is no departure from the recording
+    recorder.check_replay()  # that is no departure from the recording
 
 
 @pytest.mark.parametrize(
@@ -81,12 +81,12 @@ def test_a_call_that_was_never_recorded(
     tmp_path: Path, where: CallPosition, call: ToolCall, says: str
 ) -> None:
     recorder = Recorder(recorded(tmp_path, (place(), ToolCall("sql", {"q": 1}), ToolResult("x"))))
-    recorder.check()
+    recorder.check_replay()
     with pytest.raises(ReplayMismatch, match=says) as caught:
         recorder.replay(where, call)
     assert str(tmp_path) in str(caught.value) and "sampling.deterministic=true" in str(caught.value)
     with pytest.raises(ValueError, match=says):  # however the caller took it
-        recorder.check()
+        recorder.check_replay()
 
 
 def test_what_is_not_committed_is_not_written(tmp_path: Path) -> None:

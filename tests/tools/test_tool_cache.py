@@ -290,7 +290,7 @@ def test_a_damaged_file_is_set_aside(tmp_path: Path, caplog: pytest.LogCaptureFi
     cache = ToolCache(path, [lookup])
     assert "damaged" in caplog.text and len(list(tmp_path.glob("tools.sqlite.damaged-*"))) == 1
     assert [asyncio.run(cache.execute_with_cache(call())).cached for _ in range(2)] == [False, True]
-    assert len(lookup.calls) == 2 and cache.failures == 0
+    assert len(lookup.calls) == 2 and cache.num_failures == 0
     cache.close()
 
 
@@ -317,7 +317,7 @@ def test_a_store_that_fails_in_mid_run_only_costs_its_hits(
         assert result.ok and not result.cached
         cache.flush()
     other.close()
-    assert cache.failures >= 2 and caplog.text.count("tool cache") == 1
+    assert cache.num_failures >= 2 and caplog.text.count("tool cache") == 1
     cache.close()
 
 
@@ -345,7 +345,7 @@ def test_several_processes_share_a_file(tmp_path: Path):
                     result = await cache.execute_with_cache(ToolCall("square", {"of": number}))
                     assert result.content.split()[0] == str(number * number), result
                 cache.flush()
-            assert cache.failures == 0, cache.failures
+            assert cache.num_failures == 0, cache.num_failures
             cache.close()
 
         asyncio.run(main())

@@ -116,7 +116,7 @@ def test_what_the_model_sees(tmp_path: Path):
     assert "[2] long\nfiller" in result.content and " [...]" in result.content and len(result.content) < 200
     assert one(tool, {"query": "zebra"}).content == "Nothing found; try other words."
     assert one(tool, {"query": "a", "top_k": 99}).error == "schema"
-    assert tool.options.pure and tool.documents == 6
+    assert tool.options.pure and tool.num_documents == 6
     assert len(tool.find("the of in " * 500, 3)) <= 3
 
 
@@ -137,14 +137,14 @@ def test_a_folder_and_other_fields(tmp_path: Path):
 def test_the_index_is_kept_until_the_data_changes(tmp_path: Path):
     path = write(tmp_path / "d.jsonl", ROWS)
     first = make(path, tmp_path)
-    built = first.index.stat()
+    built = first.index_path.stat()
     again = make(path, tmp_path)
-    assert again.index.stat().st_ino == built.st_ino and again.options.version == first.options.version
+    assert again.index_path.stat().st_ino == built.st_ino and again.options.version == first.options.version
     write(path, [*ROWS, {"id": "new", "text": "zebra"}])
     changed = make(path, tmp_path)
     assert changed.find("zebra", 1)[0][0] == "new" and changed.options.version != first.options.version
     assert len(list((tmp_path / "index").iterdir())) == 1
-    changed.index.write_bytes(b"broken")
+    changed.index_path.write_bytes(b"broken")
     assert make(path, tmp_path).find("zebra", 1)[0][0] == "new"
 
 
@@ -166,7 +166,7 @@ def test_two_processes_build_at_once(tmp_path: Path):
 def test_the_index_goes_to_the_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     tool = SearchTool(write(tmp_path / "d.jsonl", ROWS))
-    assert tool.index.parent == tmp_path / "cache" / "training-factory" / "search"
+    assert tool.index_path.parent == tmp_path / "cache" / "training-factory" / "search"
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from TrainingFactory.common.event_loop import run
 from TrainingFactory.common.openai_format import message_to_dict, spec_to_dict
-from TrainingFactory.envs.builtin.screen import Screens
+from TrainingFactory.envs.builtin.screen import ScreenAdapter
 from TrainingFactory.models.names import TINY_ID, TINY_VL_ID
 from TrainingFactory.models.words import NAMES, PLACES, THINGS
 from TrainingFactory.protocols import ChatFormat, Environment
@@ -45,7 +45,7 @@ def make_word_drill(rng: random.Random) -> tuple[str, str]:
 def make_picture_drill(rng: random.Random) -> tuple[Message, Message]:
     """Return a picture with its task, and the correct tap. A third of the pictures have a single button, from which a
     model learns positions before it connects them with colors."""
-    environment = Screens.from_options({"widgets": rng.choice((1, 2, 2))}).as_environment()
+    environment = ScreenAdapter.from_options({"widgets": rng.choice((1, 2, 2))}).as_environment()
     [task] = environment.tasks("train", rng.getrandbits(32), 1)
     screen = environment(task)
     prompt = Message("user", str(task.prompt), images=[PlacedImage(0, screen.screenshot())])

@@ -17,7 +17,7 @@ import torch
 from PIL import Image as Pillow
 
 from TrainingFactory.envs.builtin.drawing import COLORS
-from TrainingFactory.envs.builtin.screen import ScreenEnvironment, Screens
+from TrainingFactory.envs.builtin.screen import ScreenAdapter, ScreenEnvironment
 from TrainingFactory.models.vision import find_tower_parameters
 
 BATCH_SIZE, LEARNING_RATE, WARMUP_STEPS = 16, 1e-3, 20
@@ -62,7 +62,7 @@ class WordTargets:
     cell, " red", "1", " blue", "2", ... as a text would have them."""
 
     def __init__(self, model: Any, tokenizer: Any, options: Mapping[str, Any]) -> None:
-        vision_config, board = model.config.vision_config, Screens.from_options(options).options
+        vision_config, board = model.config.vision_config, ScreenAdapter.from_options(options).options
         num_cells = board.columns * board.rows
         tokens_per_edge = vision_config.image_size // vision_config.patch_size // model.config.scale_factor
         if (tokens := tokens_per_edge**2) < 2 * num_cells:
@@ -99,7 +99,7 @@ def _initialize_weights(model: Any) -> None:
 
 def _generate_screens(options: Mapping[str, Any], seed: int) -> Iterator[ScreenEnvironment]:
     rng = random.Random(f"alignment {seed}")
-    kinds = [Screens.from_options({**options, "widgets": count}).as_environment() for count in BUTTON_COUNTS]
+    kinds = [ScreenAdapter.from_options({**options, "widgets": n}).as_environment() for n in BUTTON_COUNTS]
     while True:
         for environment in kinds:
             [task] = environment.tasks("train", rng.getrandbits(32), 1)

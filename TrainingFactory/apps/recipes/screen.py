@@ -16,7 +16,7 @@ from typing import Any
 
 from TrainingFactory.apps.recipes.gsm8k import PreparedRows
 from TrainingFactory.common.openai_format import message_to_dict, spec_to_dict
-from TrainingFactory.envs.builtin.screen import ScreenEnvironment, Screens
+from TrainingFactory.envs.builtin.screen import ScreenAdapter, ScreenEnvironment
 from TrainingFactory.models import load_model
 from TrainingFactory.models.tools_format import FORMAT_TAGS
 from TrainingFactory.types import Message
@@ -115,7 +115,7 @@ async def prepare_screen(options: Mapping[str, Any]) -> PreparedRows:
 
 def _make_environment(options: Mapping[str, Any]) -> type[ScreenEnvironment]:
     """Return the environment; raise ValueError unless its tasks name a color and its taps a cell."""
-    screens = Screens.from_options(options)
+    screens = ScreenAdapter.from_options(options)
     for key, expected_value in (("kinds", ["color"]), ("tap", "cell")):
         if getattr(screens.options, key) != expected_value:
             raise ValueError(

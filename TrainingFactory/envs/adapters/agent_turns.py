@@ -14,7 +14,7 @@ from typing import Any
 class AgentEpisode:
     """An episode of a foreign environment, which runs in a task of the event loop. `step` answers the environment's
     request to the model and waits for its next request. Requests and turns have the shape of chat completions.
-    Subclasses define `find_problem` and `make_ending`."""
+    Subclasses define `find_problem` and `make_final_answer`."""
 
     def __init__(self) -> None:
         self._requests: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
@@ -28,13 +28,13 @@ class AgentEpisode:
         """Return the error of a finished run; empty if it has none."""
         raise NotImplementedError
 
-    def make_ending(self, result: Any) -> dict[str, Any]:
+    def make_final_answer(self, result: Any) -> dict[str, Any]:
         """Return the answer to the last `step` from the result of a finished run, without the key `done`."""
         raise NotImplementedError
 
-    async def start(self, run: Coroutine[Any, Any, Any]) -> None:
+    async def start(self, run_coroutine: Coroutine[Any, Any, Any]) -> None:
         """Start a run and wait for its first request."""
-        self._run_task = asyncio.ensure_future(run)
+        self._run_task = asyncio.ensure_future(run_coroutine)
         request = await self._receive_request()
         if request is None:
             raise RuntimeError(
@@ -71,7 +71,7 @@ class AgentEpisode:
             result = self._run_task.result()
             if problem := self.find_problem(result):
                 raise RuntimeError(problem)
-            return {"done": True, **self.make_ending(result)}
+            return {"done": True, **self.make_final_answer(result)}
         history_length = len(self._history)
         messages = request["messages"]
         if messages[:history_length] != self._history or [

@@ -45,9 +45,9 @@ class Adapter:
         num_values = math.prod(getattr(environment.observation_space, "shape", None) or ())
         if num_values > MAX_OBSERVATION_VALUES and not self.render_args:
             raise ValueError(f"{name}: an observation has {num_values} values; images are not supported")
-        request = "Call act with" if self.actions == "tools" else "Answer with"
+        answer_instruction = "Call act with" if self.actions == "tools" else "Answer with"
         instructions = _find_by_prefix(GAME_INSTRUCTIONS, base_name, f"You act in the environment {name}.")
-        self.system_prompt = f"{instructions} {request} {self.format.description}."
+        self.system_prompt = f"{instructions} {answer_instruction} {self.format.description}."
         environment.close()
 
     def make_environment(self) -> Any:

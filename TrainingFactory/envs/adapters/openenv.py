@@ -12,7 +12,7 @@ from typing import Any
 REQUIREMENTS = ["websockets==17.4"]
 MAX_TASKS = 2**31 - 1
 MAX_ANSWER_BYTES = 8 * 2**20
-WAIT_SECONDS = 20.0  # for the server to release a session of an episode that has ended
+SESSION_WAIT_SECONDS = 20.0  # for the server to release a session of an episode that has ended
 MCP_FIELDS = {"tool_name", "arguments"}
 
 
@@ -67,7 +67,7 @@ class Adapter:
 
     def open_session(self) -> "Session":
         """Open a session. If the server has none left, wait until another episode closes one."""
-        deadline = time.monotonic() + WAIT_SECONDS
+        deadline = time.monotonic() + SESSION_WAIT_SECONDS
         while True:
             try:
                 return Session(self)
@@ -117,9 +117,9 @@ class Session:
         self._url = adapter.url
         self._closed_error: Any = importlib.import_module("websockets.exceptions").ConnectionClosed
         self._socket = adapter.connect(address, max_size=MAX_ANSWER_BYTES, open_timeout=30)
-        self.ask("state")  # the server accepts the connection before it refuses the session
+        self.send_request("state")  # the server accepts the connection before it refuses the session
 
-    def ask(self, message_type: str, body: Any = None) -> dict[str, Any]:
+    def send_request(self, message_type: str, body: Any = None) -> dict[str, Any]:
         with contextlib.suppress(self._closed_error):  # the reason is the last message of the server
             self._socket.send(json.dumps({"type": message_type} | ({} if body is None else {"data": body})))
         try:
@@ -138,7 +138,7 @@ class Session:
     def list_tools(self) -> list[dict[str, Any]]:
         """Return the server's MCP tools; an empty list if it has none."""
         try:
-            observation = self.ask("step", {"type": "list_tools"})["observation"]
+            observation = self.send_request("step", {"type": "list_tools"})["observation"]
         except ValueError:
             return []
         return [
@@ -166,7 +166,7 @@ class Episode:
             **adapter.reset_arguments,
             **task.get("metadata", {}),
         }
-        answer = self._session.ask("reset", arguments)
+        answer = self._session.send_request("reset", arguments)
         prompt = task.get("prompt") or []
         observation_text = adapter.format_observation(answer["observation"])
         self.messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
@@ -179,7 +179,7 @@ class Episode:
         if adapter.actions == "tools":
             return self._call_tools(message["tool_calls"])
         action = message["json"] if adapter.actions == "json" else {adapter.action_field: message["content"]}
-        answer = self._session.ask("step", action)
+        answer = self._session.send_request("step", action)
         content = adapter.format_observation(answer["observation"])
         return self._make_answer([answer], [{"role": "user", "content": content}])
 
@@ -188,11 +188,11 @@ class Episode:
         answers, replies = [], []
         for call in calls:
             action = {"type": "call_tool", "tool_name": call["name"], "arguments": call["arguments"]}
-            answers.append(self._session.ask("step", action))
+            answers.append(self._session.send_request("step", action))
             observation = answers[-1]["observation"]
-            failed = observation.get("error") is not None
-            content = _format_result(observation["error"] if failed else observation.get("result"))
-            replies.append({"role": "tool", "tool_call_id": call["id"], "content": content, "ok": not failed})
+            is_ok = observation.get("error") is None
+            content = _format_result(observation.get("result") if is_ok else observation["error"])
+            replies.append({"role": "tool", "tool_call_id": call["id"], "content": content, "ok": is_ok})
             if answers[-1].get("done"):
                 break
         result = self._make_answer(answers, replies)

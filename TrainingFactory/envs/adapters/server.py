@@ -49,7 +49,7 @@ class Server:
         self._adapter: Any = None
         self._episodes: dict[str, Any] = {}
         self._pools: dict[str, ThreadPoolExecutor] = {}
-        self._locks: dict[str, asyncio.Lock] = {}
+        self._episode_locks: dict[str, asyncio.Lock] = {}
         self._running_tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self, requests: asyncio.StreamReader) -> None:
@@ -73,7 +73,7 @@ class Server:
         try:
             if method not in ("version", "tasks", "reset", "step", "score", "close"):
                 raise ValueError(f"unknown method {method!r}")
-            lock = self._locks.setdefault(str(request.get("episode", "")), asyncio.Lock())
+            lock = self._episode_locks.setdefault(str(request.get("episode", "")), asyncio.Lock())
             async with lock:
                 answer["result"] = await getattr(self, method)(request)
             answer_line = json.dumps(answer, default=to_plain).encode() + b"\n"
@@ -125,9 +125,9 @@ class Server:
             if (close_episode := getattr(episode, "close", None)) is not None:
                 await self._call(episode_id, close_episode)
         finally:
-            self._locks.pop(episode_id, None)
-            if (pool := self._pools.pop(episode_id, None)) is not None:
-                pool.shutdown(wait=False)
+            self._episode_locks.pop(episode_id, None)
+            if (thread_pool := self._pools.pop(episode_id, None)) is not None:
+                thread_pool.shutdown(wait=False)
         return {}
 
     def _get_episode(self, request: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 REQUIREMENTS = ["textarena==0.7.4"]
 MAX_TASKS = 2**31 - 1
 MAX_OPPONENT_TURNS = 1000  # between two turns of the model
-ACTION_LISTS = re.compile(r"(?:available|valid|legal) (?:moves|actions)[^\[]*((?:\W*\[[^\]\n]+\])+)", re.I)
+ACTIONS_PATTERN = re.compile(r"(?:available|valid|legal) (?:moves|actions)[^\[]*((?:\W*\[[^\]\n]+\])+)", re.I)
 RANDOM_LOCK = threading.Lock()  # the games draw from the module `random`
 
 
@@ -33,14 +33,14 @@ class Adapter:
         wrappers = (registry[name].default_wrappers or []) if self.raw_name != name else []
         self.wrappers = [wrapper for wrapper in wrappers if issubclass(wrapper, self.textarena.ActionWrapper)]
         self.arguments = dict(args)
-        self.player = int(self.arguments.pop("player", 0))
+        self.player_id = int(self.arguments.pop("player", 0))
         self.opponent_actions = list(self.arguments.pop("opponent", []))
         players = self.arguments.pop("players", None)
-        counts = [1, 2, 3, 4, 5, 6] if players is None else [int(players)]
-        self.num_players = next((count for count in counts if self._is_playable(count, counts[-1])), 0)
-        if not self.player < self.num_players:
+        player_counts = [1, 2, 3, 4, 5, 6] if players is None else [int(players)]
+        self.num_players = next((n for n in player_counts if self._is_playable(n, player_counts[-1])), 0)
+        if not self.player_id < self.num_players:
             raise ValueError(
-                f"environment.options.args.player is {self.player} of {self.num_players} players"
+                f"environment.options.args.player is {self.player_id} of {self.num_players} players"
             )
 
     def make_game(self) -> Any:
@@ -112,8 +112,8 @@ class Episode:
         if not self._is_done:
             return {"messages": [{"role": "user", "content": observation}], "done": False}
         rewards, infos = self._environment.close()
-        reward = float((rewards or {}).get(self._adapter.player, 0.0))
-        player_info = (infos or {}).get(self._adapter.player, {})
+        reward = float((rewards or {}).get(self._adapter.player_id, 0.0))
+        player_info = (infos or {}).get(self._adapter.player_id, {})
         is_invalid = bool(player_info.get("invalid_move"))
         content = "\n".join(filter(None, [observation, str(player_info.get("reason") or "")]))
         return {
@@ -127,15 +127,15 @@ class Episode:
     def _play_opponents(self) -> str:
         """Play the other players' turns. Return the text that the model's player has received since its last turn."""
         for _ in range(MAX_OPPONENT_TURNS):
-            player = self._environment.state.current_player_id
-            if self._is_done or player == self._adapter.player:
-                return self._read_messages(self._adapter.player)
-            text = self._read_messages(player)
+            player_id = self._environment.state.current_player_id
+            if self._is_done or player_id == self._adapter.player_id:
+                return self._read_messages(self._adapter.player_id)
+            text = self._read_messages(player_id)
             self._is_done, _ = self._environment.step(self._opponent_rng.choice(self._list_actions(text)))
         raise ValueError(f"the other players took {MAX_OPPONENT_TURNS} turns")
 
     def _list_actions(self, observation: str) -> list[str]:
-        if action_lists := ACTION_LISTS.findall(observation):
+        if action_lists := ACTIONS_PATTERN.findall(observation):
             return re.findall(r"\[[^\]\n]+\]", action_lists[-1])
         if self._adapter.opponent_actions:
             return self._adapter.opponent_actions
@@ -144,20 +144,20 @@ class Episode:
             "environment.options.args.opponent=[ACTION, ...]"
         )
 
-    def _read_messages(self, player: int) -> str:
+    def _read_messages(self, player_id: int) -> str:
         """Return the messages that the player has received since the last call, without its own actions."""
         state = self._environment.state
-        if player == state.current_player_id:
+        if player_id == state.current_player_id:
             _, observation = self._environment.get_observation()
         else:  # the game ended in another player's turn
-            observation, state.observations[player] = state.observations[player], []
+            observation, state.observations[player_id] = state.observations[player_id], []
         if isinstance(observation, str):
             return observation
         lines = []
         for sender, text, _ in observation:
             if sender == self.game_id:
                 lines.append(text)
-            elif sender != player:
+            elif sender != player_id:
                 lines.append(f"[{state.role_mapping.get(sender, f'Player {sender}')}] {text}")
         return "\n".join(lines)
 

@@ -60,7 +60,7 @@ class Episode:
         prompt = task.get("prompt") or ""
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         row = {"seed": seed, "prompt": messages, "answer": task.get("answer"), **task.get("metadata", {})}
-        observation = _resolve(self._environment.reset(**_select_arguments(self._environment.reset, row)))
+        observation = _await_value(self._environment.reset(**_select_arguments(self._environment.reset, row)))
         if observation is not None:  # as in TRL, the end of the last message
             if not isinstance(observation, str):
                 raise ValueError("reset returned an observation that is no text; images are not supported")
@@ -75,7 +75,7 @@ class Episode:
     def _call_method(self, call: dict[str, Any]) -> dict[str, Any]:
         reply: dict[str, Any] = {"role": "tool", "tool_call_id": call["id"]}
         try:
-            result = _resolve(getattr(self._environment, call["name"])(**call["arguments"]))
+            result = _await_value(getattr(self._environment, call["name"])(**call["arguments"]))
         except Exception as error:  # the model reads it, as in TRL
             return reply | {"content": json.dumps({"error": str(error)}), "ok": False}
         return reply | {"content": str(result)}
@@ -83,11 +83,11 @@ class Episode:
     def score(self) -> dict[str, Any]:
         if not hasattr(self._environment, "get_reward"):
             return {}
-        reward = _resolve(self._environment.get_reward())
+        reward = _await_value(self._environment.get_reward())
         return {} if reward is None else {"reward": float(reward)}
 
 
-def _resolve(value: Any) -> Any:
+def _await_value(value: Any) -> Any:
     """Return the value, or the result of an async method if the value is its coroutine."""
     return asyncio.run(value) if inspect.iscoroutine(value) else value
 

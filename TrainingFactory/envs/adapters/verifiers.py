@@ -50,7 +50,7 @@ class Adapter:
                 f"verifiers:{name} has the agents {', '.join(agent_names)}; only one agent can be trained"
             )
         self.tasks_by_index: dict[int, Any] = {}
-        self.model = ModelServer()
+        self.server = ModelServer()
         self._start_task: asyncio.Task[None] | None = None
 
     def describe(self) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class Adapter:
 
     async def reset(self, task: dict[str, Any], seed: int) -> "Episode":
         if self._start_task is None:
-            self._start_task = asyncio.ensure_future(self._start())
+            self._start_task = asyncio.ensure_future(self._start_serving())
         await asyncio.shield(self._start_task)
         index = task.get("metadata", {}).get("index")
         if index not in self.tasks_by_index:
@@ -91,12 +91,12 @@ class Adapter:
         await episode.open()
         return episode
 
-    async def _start(self) -> None:
+    async def _start_serving(self) -> None:
         """Load the tasks, and open the resources that all episodes share. They close when the process ends."""
         self.tasks_by_index = {task.data.idx: task for task in await asyncio.to_thread(self.load_tasks)}
-        await self.model.start()
-        self._resources = self.environment.serving()
-        await self._resources.__aenter__()
+        await self.server.start()
+        self._serving_context = self.environment.serving()
+        await self._serving_context.__aenter__()
 
 
 class ModelServer:
@@ -142,19 +142,19 @@ class Episode(turns.AgentEpisode):
         self._adapter, self._task = adapter, task
 
     async def open(self) -> None:
-        client = vf.EvalClientConfig(base_url=self._adapter.model.address, api_key_var="TFACTORY_UNUSED_KEY")
+        client = vf.EvalClientConfig(base_url=self._adapter.server.address, api_key_var="TFACTORY_UNUSED_KEY")
         context = vf.ModelContext(model="policy", client=client)
         await self.start(self._adapter.environment.run_episode(self._task, context, on_trace=self._add_trace))
 
     def _add_trace(self, trace: Any) -> None:
         self._trace_id = trace.id
-        self._adapter.model.episodes[trace.id] = self
+        self._adapter.server.episodes[trace.id] = self
 
     def find_problem(self, result: Any) -> str:
         errors = [*result.errors, *(error for trace in result.traces for error in trace.errors)]
         return f"{errors[0].type}: {errors[0].message}" if errors else ""
 
-    def make_ending(self, result: Any) -> dict[str, Any]:
+    def make_final_answer(self, result: Any) -> dict[str, Any]:
         return {"stop_reason": result.traces[0].stop_condition or "answered"}
 
     async def score(self) -> dict[str, Any]:
@@ -165,7 +165,7 @@ class Episode(turns.AgentEpisode):
         return {"reward": trace.reward if rewards else None, "parts": {**metrics, **rewards}}
 
     async def close(self) -> None:
-        self._adapter.model.episodes.pop(getattr(self, "_trace_id", ""), None)
+        self._adapter.server.episodes.pop(getattr(self, "_trace_id", ""), None)
         await super().close()
 
 
@@ -191,17 +191,17 @@ class ChatLoop(vf.Harness[vf.HarnessConfig]):
     ) -> Any:
         httpx: Any = importlib.import_module("httpx")
         mcp: Any = importlib.import_module("verifiers.v1.harnesses.utils.mcp")
-        to_wire = importlib.import_module("verifiers.v1.dialects.chat").message_to_wire
+        message_to_wire = importlib.import_module("verifiers.v1.dialects.chat").message_to_wire
         system_prompt, prompt = self.resolve_prompt(data)
         messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
         if isinstance(prompt, str):
             messages.append({"role": "user", "content": prompt})
         else:
-            messages += [to_wire(message) for message in prompt or []]
-        stack = importlib.import_module("contextlib").AsyncExitStack()
-        async with stack, httpx.AsyncClient(timeout=None, trust_env=False) as client:
+            messages += [message_to_wire(message) for message in prompt or []]
+        exit_stack = importlib.import_module("contextlib").AsyncExitStack()
+        async with exit_stack, httpx.AsyncClient(timeout=None, trust_env=False) as client:
             servers = {name: {"url": url} for name, url in mcp_urls.items()}
-            tools, dispatch, connections = await mcp.connect_mcp({"mcpServers": servers}, stack)
+            tools, dispatch, connections = await mcp.connect_mcp({"mcpServers": servers}, exit_stack)
             while True:
                 body = {"model": ctx.model, "messages": messages} | ({"tools": tools} if tools else {})
                 headers = {"authorization": f"Bearer {secret}"}

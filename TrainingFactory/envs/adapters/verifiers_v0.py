@@ -21,9 +21,9 @@ SHUFFLE_SEED = 0
 signal.signal = lambda *_: None
 server: Any = importlib.import_module("__main__")  # server.py
 turns: Any = server.load_module("agent_turns", str(Path(__file__).with_name("agent_turns.py")))
-types: Any = importlib.import_module("verifiers.types")
-errors: Any = importlib.import_module("verifiers.errors")
-clients: Any = importlib.import_module("verifiers.clients.client")
+vf_types: Any = importlib.import_module("verifiers.types")
+vf_errors: Any = importlib.import_module("verifiers.errors")
+vf_clients: Any = importlib.import_module("verifiers.clients.client")
 CURRENT_EPISODE: ContextVar["Episode | None"] = ContextVar("CURRENT_EPISODE", default=None)
 
 
@@ -58,7 +58,7 @@ class Adapter:
         }
         logger = logging.getLogger("verifiers")
         logger.setLevel(logging.ERROR)
-        logger.addHandler(FailedRewards())
+        logger.addHandler(FailedRewardHandler())
 
     def describe(self) -> dict[str, Any]:
         return {"actions": "tools", "tools": []}
@@ -105,7 +105,7 @@ class Adapter:
         await self.environment._teardown()
 
 
-class FailedRewards(logging.Handler):
+class FailedRewardHandler(logging.Handler):
     """Log handler that records failed reward functions. verifiers logs a reward function that raises and counts it as
     0; here such an episode is not scored."""
 
@@ -113,7 +113,7 @@ class FailedRewards(logging.Handler):
         log_message, episode = record.getMessage(), CURRENT_EPISODE.get()
         match = re.match(r"Error calling reward function (\w+)", log_message)
         if match and episode is not None and match[1] in episode.adapter.reward_names:
-            episode.failures.append(log_message)
+            episode.reward_errors.append(log_message)
 
 
 class Episode(turns.AgentEpisode):
@@ -122,7 +122,7 @@ class Episode(turns.AgentEpisode):
     def __init__(self, adapter: Adapter) -> None:
         super().__init__()
         self.adapter = adapter
-        self.failures: list[str] = []  # of reward functions
+        self.reward_errors: list[str] = []  # of reward functions
 
     async def run(self, row: dict[str, Any]) -> Any:
         CURRENT_EPISODE.set(self)
@@ -132,22 +132,22 @@ class Episode(turns.AgentEpisode):
         error = result.get("error")
         return "" if error is None else error["error_chain_repr"]
 
-    def make_ending(self, result: Any) -> dict[str, Any]:
+    def make_final_answer(self, result: Any) -> dict[str, Any]:
         """Return the stop condition, and the messages that the environment added after the last turn."""
-        rows = [_to_wire(message) for message in result["completion"] or []]
-        last_turn = max((i for i, row in enumerate(rows) if row["role"] == "assistant"), default=-1)
-        messages = [turns.strip_message(row) for row in rows[last_turn + 1 :]]
+        rows = [_to_chat_message(message) for message in result["completion"] or []]
+        last_turn_index = max((i for i, row in enumerate(rows) if row["role"] == "assistant"), default=-1)
+        messages = [turns.strip_message(row) for row in rows[last_turn_index + 1 :]]
         return {"messages": messages, "stop_reason": result["stop_condition"]}
 
     async def score(self) -> dict[str, Any]:
         """End the rollout, and return the reward and the metrics of its rubric."""
         result = await self.finish()
-        if self.failures:
-            raise RuntimeError("; ".join(self.failures))
+        if self.reward_errors:
+            raise RuntimeError("; ".join(self.reward_errors))
         return {"reward": result["reward"], "parts": result["metrics"]}
 
 
-class Client(clients.Client):
+class Client(vf_clients.Client):
     """Client of the environment whose model responses are the turns of an episode."""
 
     def __init__(self, episode: Episode) -> None:
@@ -159,18 +159,18 @@ class Client(clients.Client):
     ) -> Any:
         functions = [tool.model_dump(include={"name", "description", "parameters"}) for tool in tools or []]
         request = {
-            "messages": [_to_wire(message) for message in prompt],
+            "messages": [_to_chat_message(message) for message in prompt],
             "tools": [{"type": "function", "function": function} for function in functions],
         }
         turn = await self._episode.request_message(request)
         if turn is None:
-            raise errors.OverlongPromptError(
+            raise vf_errors.OverlongPromptError(
                 "the client ended the episode"
             )  # ends a rollout, which is scored
         calls = [{"id": call["id"], **call["function"]} for call in turn.get("tool_calls", [])]
         message = {"content": turn["content"], "tool_calls": calls or None}
         finish_reason = "tool_calls" if calls else "stop"
-        return types.Response(
+        return vf_types.Response(
             id="turn",
             created=0,
             model=model,
@@ -186,7 +186,7 @@ class Client(clients.Client):
     async def close(self) -> None: ...
 
 
-def _to_wire(message: Any) -> dict[str, Any]:
+def _to_chat_message(message: Any) -> dict[str, Any]:
     """Return a message in the shape of chat completions."""
     row = message if isinstance(message, dict) else message.model_dump(exclude_none=True)
     return {**row, "role": "user"} if row["role"] == "text" else row

@@ -40,9 +40,9 @@ KEY_CODES = {
     "delete": "KEYCODE_DEL",
     "tab": "KEYCODE_TAB",
 }
-MAX_CHARS = 500  # characters of one call
+MAX_CHARS = 500  # characters of one call of type_text
 LONG_PRESS_MS = "800"  # milliseconds
-MAX_ATTEMPTS = 3  # to read a screen that moves
+MAX_SCREEN_ATTEMPTS = 3  # to read a screen that moves
 AXIS_MAX = 1000
 ElementNumber = Annotated[int, Field(ge=1, description="number of the element")]
 Thousandth = Annotated[int, Field(ge=0, le=AXIS_MAX)]
@@ -125,8 +125,8 @@ class AndroidEnvironment(ToolEnvironment):
 
     async def reward(self, episode: Episode) -> Reward:
         """Return 1 if all checks of the task pass on the device, else 0."""
-        outcomes = await self._task_state.score_checks(self._device, self._answer)
-        return Reward(float(all(outcomes.values())), parts=outcomes)
+        check_results = await self._task_state.score_checks(self._device, self._answer)
+        return Reward(float(all(check_results.values())), parts=check_results)
 
     async def close(self) -> None:
         device, self._device_or_none = self._device_or_none, None
@@ -154,7 +154,7 @@ class AndroidEnvironment(ToolEnvironment):
         target_element = None if element is None else self._find_element(element)
         if element is not None and target_element is None:
             return self._reject_element(element)
-        left, top, right, bottom = target_element.bounds if target_element is not None else self._bounds
+        left, top, right, bottom = target_element.bounds if target_element else self._screen_bounds
         return await self._swipe(
             direction, ((left + right) // 2, (top + bottom) // 2), right - left, bottom - top
         )
@@ -180,8 +180,8 @@ class AndroidEnvironment(ToolEnvironment):
             return _make_failure(
                 f"There is no app of this name. Names: {', '.join(self.options.apps)}; or give a package."
             )
-        launcher = ("-c", "android.intent.category.LAUNCHER", "1")
-        result = await self._device.shell("monkey", "-p", package, *launcher)
+        launcher_args = ("-c", "android.intent.category.LAUNCHER", "1")
+        result = await self._device.shell("monkey", "-p", package, *launcher_args)
         if result.status != 0 or "No activities found" in result.output:
             return _make_failure(f"{package} is not installed.")
         return await self._show_when_settled()
@@ -205,7 +205,7 @@ class AndroidEnvironment(ToolEnvironment):
         return self._device_or_none
 
     @property
-    def _bounds(self) -> tuple[int, int, int, int]:
+    def _screen_bounds(self) -> tuple[int, int, int, int]:
         assert self.screen is not None  # since `reset`
         return self.screen.bounds
 
@@ -231,8 +231,8 @@ class AndroidEnvironment(ToolEnvironment):
         """Swipe over half of the area with this center and size."""
         x_sign, y_sign = {"up": (0, -1), "down": (0, 1), "left": (-1, 0), "right": (1, 0)}[direction]
         dx, dy = x_sign * (width // 4), y_sign * (height // 4)
-        (x, y), milliseconds = center, 300
-        return await self._send_input("swipe", *map(str, (x - dx, y - dy, x + dx, y + dy, milliseconds)))
+        (x, y), duration_ms = center, 300
+        return await self._send_input("swipe", *map(str, (x - dx, y - dy, x + dx, y + dy, duration_ms)))
 
     async def _type_text(self, text: str, point: Point | None = None) -> ToolResult:
         if not text or len(text) > MAX_CHARS or not (text.isascii() and text.isprintable()):
@@ -246,8 +246,8 @@ class AndroidEnvironment(ToolEnvironment):
             await self._device.shell("input", "text", chunk.replace(" ", "%s"))
         return await self._show_when_settled()
 
-    async def _send_input(self, *words: str) -> ToolResult:
-        result = await self._device.shell("input", *words)
+    async def _send_input(self, *arguments: str) -> ToolResult:
+        result = await self._device.shell("input", *arguments)
         if result.status != 0:
             return _make_failure(
                 f"The device rejected the action: {(result.stderr or result.output).strip()[:200]}"
@@ -266,18 +266,18 @@ class AndroidEnvironment(ToolEnvironment):
 
     async def _observe_screen(self) -> ToolResult:
         """Read the screen; retry, because Android refuses to dump a moving screen."""
-        for attempt in range(MAX_ATTEMPTS):
+        for attempt in range(MAX_SCREEN_ATTEMPTS):
             try:
                 return await self._read_screen()
             except ScreenError:
-                if attempt == MAX_ATTEMPTS - 1:
+                if attempt == MAX_SCREEN_ATTEMPTS - 1:
                     raise
                 await asyncio.sleep(self.options.settle)
         raise AssertionError("unreachable")
 
     async def _read_screen(self) -> ToolResult:
-        dump = await self._device.call("exec-out", "uiautomator", "dump", "/dev/tty")
-        self.screen = parse_screen(dump.output)
+        dump_result = await self._device.call("exec-out", "uiautomator", "dump", "/dev/tty")
+        self.screen = parse_screen(dump_result.output)
         images = [await self._take_screenshot()] if self.options.observation == "both" else []
         return ToolResult(str(self.screen), images=images)
 
@@ -340,7 +340,7 @@ class ScreenshotEnvironment(AndroidEnvironment):
         return ToolResult("", images=[screenshot])
 
 
-class AndroidDevices(ForeignEnvironment):
+class AndroidAdapter(ForeignEnvironment):
     """Adapter that makes the environment class for the devices in a config's `environment.options`."""
 
     def __init__(self, options: AndroidOptions) -> None:

@@ -20,9 +20,9 @@ from TrainingFactory.envs.android.state import Package
 
 log = logging.getLogger(__name__)
 POLL_SECONDS = 0.02  # seconds between two looks for a free device; a call of adb takes about as long
-HEALTH_CHECKS = 3
-RETRY_DELAY = 0.5  # seconds after the second check; none after the first
-BOOT_TIMEOUT = 120.0  # seconds, after a snapshot was loaded
+MAX_HEALTH_CHECKS = 3
+RETRY_DELAY_SECONDS = 0.5  # seconds after the second check; none after the first
+BOOT_TIMEOUT_SECONDS = 120.0  # seconds, after a snapshot was loaded
 
 
 @checked_dataclass(config=STRICT, frozen=True)
@@ -70,7 +70,7 @@ class DeviceFarm:
         self.options = options
         self.adb = Adb(options.adb, options.server_port, options.call_timeout)
         self.quarantines: dict[str, Quarantine] = {}
-        self.counts: Counter[str] = Counter()
+        self.event_counts: Counter[str] = Counter()
         self._wait_queue: deque[object] = deque()
 
     async def lease_device(self) -> Device:
@@ -89,7 +89,7 @@ class DeviceFarm:
                 raise
             if self.quarantines.pop(device.serial, None):
                 log.warning("Android device %s is healthy again", device.serial)
-            self.counts["leases"] += 1
+            self.event_counts["leases"] += 1
             return device
 
     def release_device(self, device: Device) -> None:
@@ -97,7 +97,7 @@ class DeviceFarm:
         if device.failure is not None:
             ends_at = time.monotonic() + self.options.quarantine
             self.quarantines[device.serial] = Quarantine(device.failure, ends_at)
-            self.counts["failures"] += 1
+            self.event_counts["failures"] += 1
             log.warning(
                 "Android device %s is quarantined for %g s (%d of %d devices are): %s",
                 device.serial, self.options.quarantine, len(self.quarantines), len(self.options.devices),
@@ -109,8 +109,8 @@ class DeviceFarm:
     def metrics(self) -> dict[str, float]:
         """Return the number of leases and device failures so far, and of devices that are quarantined now."""
         return {
-            "android/leases": self.counts["leases"],
-            "android/failures": self.counts["failures"],
+            "android/leases": self.event_counts["leases"],
+            "android/failures": self.event_counts["failures"],
             "android/quarantined": len(self.quarantines),
         }
 
@@ -155,13 +155,13 @@ class DeviceFarm:
 
     async def _check_health(self, device: Device) -> None:
         device_state = "unknown"
-        for attempt in range(HEALTH_CHECKS):  # adb's server may just be starting
+        for attempt in range(MAX_HEALTH_CHECKS):  # adb's server may just be starting
             if ":" in device.serial:  # does nothing if it is connected
                 await self.adb.call("connect", device.serial)
             device_state = await device.read_state()
             if device_state == "device":
                 break
-            await asyncio.sleep(attempt * RETRY_DELAY)
+            await asyncio.sleep(attempt * RETRY_DELAY_SECONDS)
         else:
             raise DeviceUnavailable(f"Android device {device.serial} is unavailable: {device_state}")
         boot_result = await device.shell("getprop", "sys.boot_completed")
@@ -171,13 +171,13 @@ class DeviceFarm:
     async def _reset_device(self, device: Device) -> None:
         if self.options.reset == "snapshot":
             command = ("emu", "avd", "snapshot", "load", self.options.snapshot)
-            load_result = await device.call(*command, timeout=BOOT_TIMEOUT)
+            load_result = await device.call(*command, timeout=BOOT_TIMEOUT_SECONDS)
             if load_result.status != 0 or "OK" not in load_result.output.split():
                 reason = (load_result.stderr or load_result.output).strip()[:200]
                 raise DeviceUnavailable(
                     f"{device.serial} cannot load snapshot {self.options.snapshot}: {reason}"
                 )
-            await device.call("wait-for-device", timeout=BOOT_TIMEOUT)
+            await device.call("wait-for-device", timeout=BOOT_TIMEOUT_SECONDS)
         for package in self.options.packages:
             clear_result = await device.shell("pm", "clear", package)
             if clear_result.output.strip() != "Success":

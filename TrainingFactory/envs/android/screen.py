@@ -16,7 +16,7 @@ MAX_XML = 4 << 20  # characters
 MAX_DEPTH = 200
 MAX_ELEMENTS = 80
 DEFAULT_BOUNDS = (0, 0, 1080, 1920)  # of a screen that names none
-MAX_TEXT = 120  # characters of an element's text
+MAX_TEXT_CHARS = 120  # characters of an element's text
 CHAR_REF = re.compile(r"&#(?:[xX]([0-9a-fA-F]{1,8})|([0-9]{1,9}));")
 BOUNDS_PATTERN = re.compile(r"\[(-?\d{1,6}),(-?\d{1,6})\]\[(-?\d{1,6}),(-?\d{1,6})\]")
 ACTION_ATTRIBUTES = ("clickable", "long-clickable", "checkable", "scrollable")
@@ -193,7 +193,7 @@ def _list_states(node: _Node) -> tuple[str, ...]:
 
 
 def _clean_text(text: str) -> str:
-    """Return a text as one line of at most MAX_TEXT printable characters."""
-    words = "".join(char if char.isprintable() else " " for char in text[: 10 * MAX_TEXT]).split()
+    """Return a text as one line of at most MAX_TEXT_CHARS printable characters."""
+    words = "".join(char if char.isprintable() else " " for char in text[: 10 * MAX_TEXT_CHARS]).split()
     line = " ".join(words)
-    return line if len(line) <= MAX_TEXT else line[: MAX_TEXT - 1] + "…"
+    return line if len(line) <= MAX_TEXT_CHARS else line[: MAX_TEXT_CHARS - 1] + "…"

@@ -27,7 +27,7 @@ Uri = Annotated[str, StringConstraints(pattern=r"^content://\S+$")]
 Column = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_]\w*$")]
 FilePath = Annotated[str, StringConstraints(pattern=r"^/\S.*$")]
 Texts = Annotated[str | list[str], Field(min_length=1)]
-RESUMED_ACTIVITY = re.compile(
+RESUMED_ACTIVITY_PATTERN = re.compile(
     r"(?:topResumedActivity|mResumedActivity)[=:] ?ActivityRecord\{\S+ \S+ ([\w.]+)/([\w.$]+)"
 )
 
@@ -40,7 +40,7 @@ class SettingCheck:
     key: Name
     equals: Texts
 
-    async def holds(self, device: Device, answer: str | None) -> bool:
+    async def is_satisfied(self, device: Device, answer: str | None) -> bool:
         result = await device.shell("settings", "get", self.namespace, self.key)
         return result.status == 0 and result.output.strip() in _as_list(self.equals)
 
@@ -54,7 +54,7 @@ class ContentCheck:
     where: Annotated[dict[Column, Texts], Field(min_length=1)]
     exists: bool = True
 
-    async def holds(self, device: Device, answer: str | None) -> bool:
+    async def is_satisfied(self, device: Device, answer: str | None) -> bool:
         command = (
             "content",
             "query",
@@ -80,7 +80,7 @@ class FileCheck:
     equals: str | None = None
     contains: str | None = None
 
-    async def holds(self, device: Device, answer: str | None) -> bool:
+    async def is_satisfied(self, device: Device, answer: str | None) -> bool:
         result = await device.shell("head", "-c", str(MAX_FILE_BYTES), self.path)
         if result.status != 0 or not self.exists:
             return (result.status == 0) == self.exists
@@ -96,9 +96,9 @@ class ForegroundCheck:
     package: Package | list[Package]
     activity: Name | None = None
 
-    async def holds(self, device: Device, answer: str | None) -> bool:
+    async def is_satisfied(self, device: Device, answer: str | None) -> bool:
         result = await device.shell("dumpsys", "activity", "activities")
-        match = RESUMED_ACTIVITY.search(result.output)
+        match = RESUMED_ACTIVITY_PATTERN.search(result.output)
         if match is None or match[1] not in _as_list(self.package):
             return False
         return self.activity is None or match[2].endswith(self.activity)
@@ -110,7 +110,7 @@ class AnswerCheck:
 
     equals: Texts
 
-    async def holds(self, device: Device, answer: str | None) -> bool:
+    async def is_satisfied(self, device: Device, answer: str | None) -> bool:
         accepted_answers = {text.strip().casefold() for text in _as_list(self.equals)}
         return answer is not None and answer.strip().casefold() in accepted_answers
 
@@ -175,14 +175,14 @@ class StopSetup:
 class TaskState:
     """The setup and the checks of one task."""
 
-    CHECKS: ClassVar[dict[str, Any]] = {
+    CHECK_TYPES: ClassVar[dict[str, Any]] = {
         "setting": SettingCheck,
         "content": ContentCheck,
         "file": FileCheck,
         "foreground": ForegroundCheck,
         "answer": AnswerCheck,
     }
-    SETUP: ClassVar[dict[str, Any]] = {
+    SETUP_TYPES: ClassVar[dict[str, Any]] = {
         "wifi": WifiSetup,
         "airplane_mode": AirplaneSetup,
         "setting": SettingSetup,
@@ -193,11 +193,11 @@ class TaskState:
 
     def __init__(self, task_id: str, metadata: Mapping[str, Any]) -> None:
         """Read the entries of a task. Raise ValueError with the task, the entry and the problem."""
-        self.setup = _read_entries(task_id, metadata, "setup", self.SETUP)
-        self.checks = _read_entries(task_id, metadata, "checks", self.CHECKS)
+        self.setup = _read_entries(task_id, metadata, "setup", self.SETUP_TYPES)
+        self.checks = _read_entries(task_id, metadata, "checks", self.CHECK_TYPES)
         if not self.checks:
             raise ValueError(
-                f"task {task_id} has no `checks`; add at least one, of type {', '.join(self.CHECKS)}"
+                f"task {task_id} has no `checks`; add at least one, of type {', '.join(self.CHECK_TYPES)}"
             )
 
     async def prepare(self, device: Device) -> None:
@@ -212,9 +212,9 @@ class TaskState:
 
     async def score_checks(self, device: Device, answer: str | None) -> dict[str, float]:
         """Return the result of each check, 1 or 0, by the check's number and type."""
-        type_names = {check_type: name for name, check_type in self.CHECKS.items()}
+        type_names = {check_type: name for name, check_type in self.CHECK_TYPES.items()}
         return {
-            f"{number}_{type_names[type(check)]}": float(await check.holds(device, answer))
+            f"{number}_{type_names[type(check)]}": float(await check.is_satisfied(device, answer))
             for number, check in enumerate(self.checks, 1)
         }
 
@@ -236,11 +236,11 @@ def _read_entries(task_id: str, metadata: Mapping[str, Any], key: str, types: Ma
 
 def _make_sql_condition(where: Mapping[str, str | list[str]]) -> str:
     """Return an SQL condition; values are SQL strings, so their quotes are doubled."""
-    terms = []
+    conditions = []
     for column, values in where.items():
         quoted_values = ", ".join("'" + value.replace("'", "''") + "'" for value in _as_list(values))
-        terms.append(f"{column} IN ({quoted_values})")
-    return " AND ".join(terms)
+        conditions.append(f"{column} IN ({quoted_values})")
+    return " AND ".join(conditions)
 
 
 def _as_list(value: str | list[str]) -> list[str]:

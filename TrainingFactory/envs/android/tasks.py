@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
-from itertools import count as endlessly
 from pathlib import Path
 from typing import Any, Literal
 
@@ -61,7 +61,7 @@ TASK_MAKERS: dict[TaskKind, Callable[[random.Random], tuple[str, dict[str, Any]]
 def generate_builtin_tasks(kinds: list[TaskKind], split: str, seed: int) -> Iterator[Task]:
     """Yield tasks of these kinds in turn, without end. Contacts differ between splits; tasks of other kinds do not."""
     rng = random.Random(f"android {split} {seed}")
-    for index in endlessly():
+    for index in itertools.count():
         kind = kinds[index % len(kinds)]
         prompt, metadata = TASK_MAKERS[kind](rng)
         while kind == "add_contact" and not in_split(prompt, split):

@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from TrainingFactory.common.options import STRICT, make_from
 from TrainingFactory.envs.base import ForeignEnvironment, ToolEnvironment
-from TrainingFactory.envs.builtin.drawing import COLORS, LINE, SHAPES, Canvas, make_blank_image
+from TrainingFactory.envs.builtin.drawing import COLORS, GRAY, SHAPES, Canvas, make_blank_image
 from TrainingFactory.envs.builtin.splits import generate_tasks
 from TrainingFactory.types import Image, Message, PlacedImage, Task
 
@@ -56,7 +56,7 @@ class ChartEnvironment(ToolEnvironment):
         return islice(generate_tasks("charts", split, seed, new_task, lambda task: str(task.metadata)), count)
 
     @classmethod
-    def chance(cls, task: Task) -> float:
+    def get_chance_rate(cls, task: Task) -> float:
         """Return the highest success rate of a policy that does not see the picture."""
         kind = task.metadata["kind"]
         return {"highest": 1 / len(BARS), "color": 1 / len(COLORS)}.get(kind, 1 / MAX_VALUE)
@@ -66,7 +66,7 @@ class ChartEnvironment(ToolEnvironment):
         yield Message("assistant", str(self.task.answer))
 
 
-class Charts(ForeignEnvironment):
+class ChartAdapter(ForeignEnvironment):
     """Adapter that makes the environment class for a config's `environment.options`."""
 
     def __init__(self, options: ChartOptions) -> None:
@@ -113,7 +113,7 @@ def _draw_bar_chart(metadata: Mapping[str, Any], scale: int) -> Image:
     baseline = (MAX_VALUE + 1) * UNIT_HEIGHT - 4
     canvas = Canvas(len(BARS) * CELL_SIZE * scale, ROWS * CELL_SIZE * scale)
     for gridline in range(MAX_VALUE + 1):
-        canvas.draw_box((0, (baseline - gridline * UNIT_HEIGHT) * scale), (canvas.width, scale), LINE)
+        canvas.draw_box((0, (baseline - gridline * UNIT_HEIGHT) * scale), (canvas.width, scale), GRAY)
     for bar, (height, color) in enumerate(zip(metadata["heights"], metadata["colors"], strict=True)):
         left, top = (bar * CELL_SIZE + 2) * scale, (baseline - height * UNIT_HEIGHT) * scale
         canvas.draw_box((left, top), (SHAPE_SIZE * scale, height * UNIT_HEIGHT * scale), COLORS[color])

@@ -15,7 +15,7 @@ from TrainingFactory.types import Image
 Color = tuple[int, int, int]
 Point = tuple[int, int]
 
-PAPER, INK, LINE = (245, 245, 245), (20, 20, 20), (170, 170, 170)
+PAPER, INK, GRAY = (245, 245, 245), (20, 20, 20), (170, 170, 170)
 COLORS: dict[str, Color] = {
     "red": (215, 40, 40),
     "green": (40, 165, 60),

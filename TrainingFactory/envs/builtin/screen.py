@@ -18,7 +18,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from TrainingFactory.common.options import STRICT, make_from
 from TrainingFactory.envs.base import ForeignEnvironment, ToolEnvironment
-from TrainingFactory.envs.builtin.drawing import COLORS, INK, LINE, PAPER, SHAPES, Canvas, make_blank_image
+from TrainingFactory.envs.builtin.drawing import COLORS, GRAY, INK, PAPER, SHAPES, Canvas, make_blank_image
 from TrainingFactory.envs.builtin.splits import generate_tasks
 from TrainingFactory.protocols import Episode, Tool, ToolSource
 from TrainingFactory.tools import tool
@@ -66,22 +66,22 @@ class Widget(TypedDict):
 
 def draw_screen(widgets: Sequence[Widget], options: ScreenOptions) -> Image:
     canvas = Canvas(options.columns * options.cell, options.rows * options.cell)
-    unit = options.cell // 16
-    size = WIDGET_SIZE * unit
+    unit_pixels = options.cell // 16
+    size = WIDGET_SIZE * unit_pixels
     for widget in widgets:
         row, column = divmod(widget["cell"], options.columns)
         x, y = (
-            column * options.cell + widget["shift"][0] * unit,
-            row * options.cell + widget["shift"][1] * unit,
+            column * options.cell + widget["shift"][0] * unit_pixels,
+            row * options.cell + widget["shift"][1] * unit_pixels,
         )
         color, center = COLORS[widget["color"]], (x + size // 2, y + size // 2)
         if widget["on"] is not None:  # a switch: its knob is at the right and its groove dark if it is on
-            groove_color, knob_shift = (INK, size // 2) if widget["on"] else (LINE, 0)
+            groove_color, knob_shift = (INK, size // 2) if widget["on"] else (GRAY, 0)
             canvas.draw_box((x, y + size // 4), (size, size // 2), groove_color)
             canvas.draw_shape("square", (x + knob_shift, y + size // 4), size // 2, color)
         else:
             canvas.draw_shape(widget["shape"], (x, y), size, color)
-        canvas.draw_text(widget["text"], center, unit, PAPER)
+        canvas.draw_text(widget["text"], center, unit_pixels, PAPER)
     return canvas.to_image()
 
 
@@ -98,11 +98,11 @@ class ScreenEnvironment(ToolEnvironment):
 
     @classmethod
     def tasks(cls, split: str, seed: int, count: int) -> Iterable[Task]:
-        maker = _TaskMaker(cls.options)
-        return islice(generate_tasks("screen", split, seed, maker, lambda task: str(task.metadata)), count)
+        new_task = _TaskMaker(cls.options)
+        return islice(generate_tasks("screen", split, seed, new_task, lambda task: str(task.metadata)), count)
 
     @classmethod
-    def chance(cls, task: Task) -> float:
+    def get_chance_rate(cls, task: Task) -> float:
         """Return the highest success rate of a policy that does not see the picture."""
         kind, num_cells = task.metadata["kind"], cls.options.columns * cls.options.rows
         return {"switches": 1 / math.comb(num_cells, 2), "reveal": 1 / len(NUMBERS)}.get(kind, 1 / num_cells)
@@ -125,10 +125,10 @@ class ScreenEnvironment(ToolEnvironment):
         """Return 1 if the right widgets were tapped, and the number that appeared is the answer, else 0."""
         if self.task.answer is not None and episode.trajectory.answer.strip() != self.task.answer:
             return 0.0
-        odd_cells = {cell for cell in self.taps if self.taps.count(cell) % 2}  # a second tap switches back
-        return float(odd_cells == set(self.task.metadata["targets"]))
+        toggled_cells = {cell for cell in self.taps if self.taps.count(cell) % 2}  # a second tap undoes it
+        return float(toggled_cells == set(self.task.metadata["targets"]))
 
-    reward.quick = True  # type: ignore[attr-defined]
+    reward.runs_inline = True  # type: ignore[attr-defined]
 
     def screenshot(self) -> Image:
         widgets: list[Widget] = [dict(widget) for widget in self.task.metadata["widgets"]]  # type: ignore[misc]
@@ -187,7 +187,7 @@ class PointScreenEnvironment(ScreenEnvironment):
         return Message("assistant", tool_calls=[ToolCall("tap", {"x": x, "y": y})])
 
 
-class Screens(ForeignEnvironment):
+class ScreenAdapter(ForeignEnvironment):
     """Adapter that makes the environment class for a config's `environment.options`."""
 
     def __init__(self, options: ScreenOptions) -> None:

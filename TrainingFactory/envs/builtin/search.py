@@ -37,9 +37,9 @@ class SearchEnvironment(ToolEnvironment):
     async def search(self, query: str) -> str:
         """Find facts."""
         words = set(re.findall(r"\w+", query.lower()))
-        hits = [(len(words & set(key.lower().split())), text) for key, text in self.task.metadata["facts"]]
-        best_score = max(score for score, _ in hits)
-        best_texts = [text for score, text in hits if score == best_score][:MAX_FACTS]
+        matches = [(len(words & set(key.lower().split())), text) for key, text in self.task.metadata["facts"]]
+        best_score = max(score for score, _ in matches)
+        best_texts = [text for score, text in matches if score == best_score][:MAX_FACTS]
         return " ".join(best_texts) if best_score else "Nothing found."
 
     async def fork(self) -> Self:

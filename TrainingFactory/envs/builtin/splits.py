@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 from collections.abc import Callable, Iterator
-from itertools import count as endlessly
 
 from TrainingFactory.types import Task
 
@@ -27,9 +27,9 @@ def generate_tasks(
     split: str,
     seed: int,
     make_task: Callable[[str, random.Random], Task],
-    question_of: Callable[[Task], str] = lambda task: str(task.prompt),
+    get_question: Callable[[Task], str] = lambda task: str(task.prompt),
 ) -> Iterator[Task]:
-    """Yield tasks of a split endlessly. `question_of` returns the text whose hash determines a task's split."""
+    """Yield tasks of a split without end. `get_question` returns the text whose hash determines a task's split."""
     rng = random.Random(f"{name} {seed}")
-    tasks = (make_task(f"{name}-{seed}-{index}", rng) for index in endlessly())
-    return (task for task in tasks if in_split(question_of(task), split))
+    tasks = (make_task(f"{name}-{seed}-{index}", rng) for index in itertools.count())
+    return (task for task in tasks if in_split(get_question(task), split))

@@ -12,6 +12,7 @@ the hidden databases.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import re
 import sqlite3
@@ -20,7 +21,6 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import chain, islice
-from itertools import count as endlessly
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -166,7 +166,7 @@ def generate_explored_tasks(split: str, count: int) -> Iterator[Task]:
     """Yield tasks of the recipe's split `tasks`, `dev` or `test`. The prompt has no schema: each database has a layout
     of its own, which the model explores with the tool. Splits share no domain, so they share no database."""
     rng = random.Random(f"text2sql recipe {split}")
-    tasks = (_make_explored_task(f"{split}-{number}", RECIPE_SPLITS[split], rng) for number in endlessly())
+    tasks = (_make_explored_task(f"{split}-{i}", RECIPE_SPLITS[split], rng) for i in itertools.count())
     return islice((task for task in tasks if _is_informative(_query(task, 0, str(task.answer)))), count)
 
 
@@ -182,8 +182,8 @@ def select_hidden_variants(task: Task) -> list[int]:
     """Return the hidden databases of a task: variants on which the reference query gives another result than on the
     visible database, so that constants fail. Prefer variants on which it also gives another result than near misses of
     it. If there are no such variants, return any."""
-    keys = (task.metadata["domain"], task.metadata["database_seed"], task.metadata.get("layout"))
-    return list(_select_variants(str(task.answer), *keys))
+    database_fields = (task.metadata["domain"], task.metadata["database_seed"], task.metadata.get("layout"))
+    return list(_select_variants(str(task.answer), *database_fields))
 
 
 @lru_cache(maxsize=4096)  # the episodes of a group share them
@@ -196,18 +196,19 @@ def _select_variants(reference: str, domain: str, seed: str, layout: str | None)
         if _is_informative(rows := _query(task, variant, str(task.answer))) and Counter(rows) != visible_rows
     )
     undetected_queries = _keep_same_rows(task, 0, _make_near_misses(str(task.answer)))
-    selected_variants, fallbacks = list[int](), list[int]()
+    selected_variants, fallback_variants = list[int](), list[int]()
     for variant in candidates:
         remaining_queries = _keep_same_rows(task, variant, undetected_queries)
         is_last_slot = len(selected_variants) == NUM_HIDDEN_DATABASES - 1
         if len(remaining_queries) < len(undetected_queries) or not (undetected_queries and is_last_slot):
             selected_variants.append(variant)
         else:
-            fallbacks.append(variant)
+            fallback_variants.append(variant)
         undetected_queries = remaining_queries
         if len(selected_variants) == NUM_HIDDEN_DATABASES:
             break
-    return tuple(islice(chain(selected_variants, fallbacks, endlessly(MAX_VARIANTS)), NUM_HIDDEN_DATABASES))
+    variants = chain(selected_variants, fallback_variants, itertools.count(MAX_VARIANTS))
+    return tuple(islice(variants, NUM_HIDDEN_DATABASES))
 
 
 def _make_near_misses(query: str) -> list[str]:

@@ -46,7 +46,7 @@ class SqlDomain:
         ]
 
     @property
-    def joined(self) -> str:
+    def join_clause(self) -> str:
         return (
             f"{self.links} l JOIN {self.people} p ON p.id = l.{self.person_id} "
             f"JOIN {self.things} t ON t.id = l.{self.thing_id}"
@@ -128,8 +128,8 @@ PLACEHOLDERS: dict[str, Callable[[SharedValues, random.Random], Any]] = {  # pla
 def make_question(kind: str, domain: str, seed: str, rng: random.Random) -> tuple[str, str]:
     """Return a question of this kind about a database, and the reference query."""
     values, templates = draw_values(domain, seed), QUESTIONS[kind]
-    parameters = {
+    placeholder_values = {
         name: draw(values, rng) for name, draw in PLACEHOLDERS.items() if f"{{{name}" in "".join(templates)
     }
-    question, query = (template.format(d=ALL_DOMAINS[domain], **parameters) for template in templates)
+    question, query = (template.format(d=ALL_DOMAINS[domain], **placeholder_values) for template in templates)
     return question, query

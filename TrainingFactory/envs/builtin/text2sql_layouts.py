@@ -44,9 +44,9 @@ class Layout:
         rng = random.Random(f"text2sql layout {domain.people} {seed}")
         self._domain, self._shared_values = domain, values
         table_name = rng.choice(TABLE_NAMES)
-        logical_names = (domain.people, domain.things, domain.links, "cities", "kinds")
-        self._tables = dict(
-            zip(logical_names, (table_name.format(name) for name in logical_names), strict=True)
+        logical_table_names = (domain.people, domain.things, domain.links, "cities", "kinds")
+        self._table_names = dict(
+            zip(logical_table_names, (table_name.format(name) for name in logical_table_names), strict=True)
         )
         person, thing = domain.person_id.removesuffix("_id"), domain.thing_id.removesuffix("_id")
         self._name_column = rng.choice(("name", "full_name", f"{person}_name"))
@@ -56,8 +56,8 @@ class Layout:
         )
         self._has_city_table = rng.random() < 0.5
         self._city_column = rng.choice(CITY_COLUMNS)
-        self._kind_form = rng.choice(("text", "code", "table"))
-        self._year_form = rng.choice(("number", *DATE_FORMATS))
+        self._kind_format = rng.choice(("text", "code", "table"))
+        self._year_format = rng.choice(("number", *DATE_FORMATS))
 
     @property
     def _person_columns(self) -> list[Column]:
@@ -76,12 +76,12 @@ class Layout:
     @property
     def _thing_columns(self) -> list[Column]:
         kind, value = self._domain.kind, self._domain.value
-        cases = " ".join(f"WHEN '{_encode_kind(name)}' THEN '{name}'" for name in self._domain.kinds)
+        when_clauses = " ".join(f"WHEN '{_encode_kind(name)}' THEN '{name}'" for name in self._domain.kinds)
         kind_column = {
             "text": Column(kind, "TEXT", f"x.{kind}"),
-            "code": Column(f"{kind}_code", "TEXT", f"CASE x.{kind}_code {cases} END"),
+            "code": Column(f"{kind}_code", "TEXT", f"CASE x.{kind}_code {when_clauses} END"),
             "table": Column(f"{kind}_id", "INTEGER", "y.name"),
-        }[self._kind_form]
+        }[self._kind_format]
         title_column = Column(self._title_column, "TEXT", f"x.{self._title_column}")
         return [
             Column("id", "INTEGER PRIMARY KEY", "x.id"),
@@ -96,7 +96,7 @@ class Layout:
             "number": Column("year", "INTEGER", "x.year"),
             "iso": Column("date", "TEXT", "CAST(substr(x.date, 1, 4) AS INTEGER)"),
             "dotted": Column("date", "TEXT", "CAST(substr(x.date, 7, 4) AS INTEGER)"),
-        }[self._year_form]
+        }[self._year_format]
         number_columns = (self._person_column, self._thing_column, self._domain.amount)
         return [
             Column("id", "INTEGER PRIMARY KEY", "x.id"),
@@ -116,11 +116,11 @@ class Layout:
         lookup_columns = [Column("id", "INTEGER PRIMARY KEY", ""), Column("name", "TEXT", "")]
         if self._has_city_table:
             tables["cities"] = lookup_columns
-        if self._kind_form == "table":
+        if self._kind_format == "table":
             tables["kinds"] = lookup_columns
         return [
-            f"CREATE TABLE {self._tables[name]} ({', '.join(f'{column.name} {column.type}' for column in columns)})"
-            for name, columns in tables.items()
+            f"CREATE TABLE {self._table_names[key]} ({', '.join(f'{column.name} {column.type}' for column in columns)})"
+            for key, columns in tables.items()
         ]
 
     def convert_rows(self, rows: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
@@ -128,10 +128,10 @@ class Layout:
         cities, kinds = list(self._shared_values.cities), list(self._shared_values.kinds)
         converted_rows = [self._convert_row(row, cities, kinds) for row in rows]
         lookups = [("cities", cities)] * self._has_city_table + [("kinds", kinds)] * (
-            self._kind_form == "table"
+            self._kind_format == "table"
         )
         converted_rows += [
-            (self._tables[name], i, text) for name, texts in lookups for i, text in enumerate(texts, 1)
+            (self._table_names[name], i, text) for name, texts in lookups for i, text in enumerate(texts, 1)
         ]
         return converted_rows
 
@@ -140,16 +140,16 @@ class Layout:
         fields: Any = list(row[2:])
         if table == self._domain.people and self._has_city_table:
             fields[1] = cities.index(fields[1]) + 1
-        if table == self._domain.things and self._kind_form != "text":
-            fields[1] = _encode_kind(fields[1]) if self._kind_form == "code" else kinds.index(fields[1]) + 1
-        if table == self._domain.links and self._year_form != "number":
+        if table == self._domain.things and self._kind_format != "text":
+            fields[1] = _encode_kind(fields[1]) if self._kind_format == "code" else kinds.index(fields[1]) + 1
+        if table == self._domain.links and self._year_format != "number":
             date = {"year": fields[3], "month": row_id % 12 + 1, "day": row_id % 28 + 1}
-            fields[3] = DATE_FORMATS[self._year_form].format(**date)
-        return (self._tables[table], row_id, *fields)
+            fields[3] = DATE_FORMATS[self._year_format].format(**date)
+        return (self._table_names[table], row_id, *fields)
 
     def find_tables(self, query: str) -> list[str]:
         """Return the names of this layout's tables that a query reads."""
-        return [table for table in self._tables.values() if re.search(rf"\b{table}\b", query)]
+        return [table for table in self._table_names.values() if re.search(rf"\b{table}\b", query)]
 
     def rewrite_query(self, query: str) -> str:
         """Return the domain's reference query, rewritten for this layout."""
@@ -159,7 +159,7 @@ class Layout:
             domain.things: (
                 self._thing_columns,
                 ("id", "title", domain.kind, domain.value),
-                self._kind_form == "table",
+                self._kind_format == "table",
                 "kinds",
             ),
             domain.links: (
@@ -169,15 +169,15 @@ class Layout:
                 "",
             ),
         }
-        table_queries = []
+        subqueries = []
         query_tables = {table: entry for table, entry in tables.items() if re.search(rf"\b{table}\b", query)}
-        for table, (columns, names, has_lookup, lookup) in query_tables.items():
-            from_clause = f"main.{self._tables[table]} x"
-            if has_lookup:
-                from_clause += f" JOIN main.{self._tables[lookup]} y ON y.id = x.{columns[2].name}"
+        for table, (columns, aliases, has_lookup_table, lookup_table) in query_tables.items():
+            from_clause = f"main.{self._table_names[table]} x"
+            if has_lookup_table:
+                from_clause += f" JOIN main.{self._table_names[lookup_table]} y ON y.id = x.{columns[2].name}"
             expressions = ", ".join(column.expression for column in columns)
-            table_queries.append(f"{table}({', '.join(names)}) AS (SELECT {expressions} FROM {from_clause})")
-        return f"WITH {', '.join(table_queries)} {query}"
+            subqueries.append(f"{table}({', '.join(aliases)}) AS (SELECT {expressions} FROM {from_clause})")
+        return f"WITH {', '.join(subqueries)} {query}"
 
 
 def draw_layout(domain: str, seed: str) -> Layout:

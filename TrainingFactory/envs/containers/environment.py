@@ -114,7 +114,7 @@ class ContainerEnvironment(ToolEnvironment):
     options: ClassVar[ContainerOptions]
     container_tasks: ClassVar[Mapping[str, ContainerTask]]  # by id
     max_episodes: ClassVar[int]
-    sweep_tasks: ClassVar[list[asyncio.Task[None]]]  # the first container of a run waits for it
+    orphan_removal_tasks: ClassVar[list[asyncio.Task[None]]]  # the first container of a run waits for it
 
     def __init__(self, task: Task) -> None:
         task_folder = str(task.metadata.get("task_folder", task.id))
@@ -141,9 +141,9 @@ class ContainerEnvironment(ToolEnvironment):
 
     @classmethod
     def run_metrics(cls) -> dict[str, float]:
-        counts, cls.runtime.counts = cls.runtime.counts, type(cls.runtime.counts)()
+        event_counts, cls.runtime.event_counts = cls.runtime.event_counts, type(cls.runtime.event_counts)()
         counter_names = ("started", "removed", "built", "swept", "timeouts")
-        return {f"containers/{name}": float(counts[name]) for name in counter_names}
+        return {f"containers/{name}": float(event_counts[name]) for name in counter_names}
 
     async def run_command(self, command: str) -> ToolResult:
         if len(command.encode(errors="replace")) > MAX_COMMAND_BYTES or "\0" in command:
@@ -158,7 +158,7 @@ class ContainerEnvironment(ToolEnvironment):
         except ContainerError as error:
             return ToolResult(str(error), ok=False, error="unavailable")
         if result.status is None:
-            self.runtime.counts["timeouts"] += 1
+            self.runtime.event_counts["timeouts"] += 1
             note = f"{result.output}\n[timed out after {timeout:g} seconds; all your processes were killed]"
             return ToolResult(note.strip(), ok=False, error="exception")
         if result.status:
@@ -176,7 +176,7 @@ class ContainerEnvironment(ToolEnvironment):
                 "rm -rf /tests /logs/verifier && mkdir -p /tests /logs/verifier", timeout=60.0
             )
             for path in task.test_paths:
-                await container.copy_in(path, "/tests")
+                await container.copy_into(path, "/tests")
             timeout = task.test_seconds
             result = await container.execute(
                 f'"${{BASH:-sh}}" {task.test_script}',
@@ -184,14 +184,14 @@ class ContainerEnvironment(ToolEnvironment):
                 workdir=self._workdir,
                 env=task.test_env,
             )
-            rewards = None
+            reading = None
             if task.writes_reward:
-                rewards = await container.execute(
+                reading = await container.execute(
                     f"cat {REWARD_FILES[0]} 2>/dev/null || cat {REWARD_FILES[1]}", timeout=60.0
                 )
         except ContainerError as error:
             return ToolResult(str(error), ok=False, error="unavailable")
-        reward_text = None if rewards is None or rewards.status else rewards.output[:MAX_REWARD_CHARS]
+        reward_text = None if reading is None or reading.status else reading.output[:MAX_REWARD_CHARS]
         return ToolResult(
             json.dumps({"status": result.status, "reward": reward_text, "output": result.output[-2000:]})
         )
@@ -253,9 +253,9 @@ class ContainerEnvironment(ToolEnvironment):
 
     async def _remove_orphans(self) -> None:
         """Remove containers of ended processes, once per run."""
-        if not self.sweep_tasks:
-            self.sweep_tasks.append(asyncio.ensure_future(self.runtime.remove_orphans()))
-        await asyncio.shield(self.sweep_tasks[0])
+        if not self.orphan_removal_tasks:
+            self.orphan_removal_tasks.append(asyncio.ensure_future(self.runtime.remove_orphans()))
+        await asyncio.shield(self.orphan_removal_tasks[0])
 
     async def close(self) -> None:
         container, self._container = self._container, None
@@ -263,7 +263,7 @@ class ContainerEnvironment(ToolEnvironment):
             await asyncio.shield(asyncio.ensure_future(container.remove()))
 
 
-class ContainerTasks(ForeignEnvironment):
+class ContainerAdapter(ForeignEnvironment):
     """Adapter that makes the environment class for a config's `environment.options`."""
 
     def __init__(self, options: ContainerOptions) -> None:
@@ -287,7 +287,7 @@ class ContainerTasks(ForeignEnvironment):
             "options": self.options,
             "container_tasks": self.container_tasks,
             "max_episodes": self.options.max_episodes,
-            "sweep_tasks": [],
+            "orphan_removal_tasks": [],
         }
         return type("containers", (ContainerEnvironment,), members)
 

@@ -24,8 +24,8 @@ from TrainingFactory.common.texts import truncate_middle
 
 RUNTIME_PROGRAMS = ("podman", "docker")
 OWNER_LABEL = "tfactory.owner"  # HOST:PID:START of the process that started a container
-PROBE_SECONDS = 60.0
-COMMAND_SECONDS = 120.0  # for starting, copying and removing
+PROBE_TIMEOUT_SECONDS = 60.0
+COMMAND_TIMEOUT_SECONDS = 120.0  # for starting, copying and removing
 CHUNK_BYTES = 65536
 # Root in the container prepares files and runs the tests; the agent's user has no capabilities at all.
 KEPT_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID")
@@ -71,7 +71,7 @@ class ContainerRuntime:
 
     command: Sequence[str]
     max_output: int = 20_000
-    counts: Counter[str] = field(default_factory=Counter)
+    event_counts: Counter[str] = field(default_factory=Counter)
     _builds: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
     @property
@@ -88,11 +88,11 @@ class ContainerRuntime:
     async def _run_build(self, tag: str, context_folder: Path, timeout: float) -> None:
         if (await self.run("image", "inspect", tag)).status == 0:
             return
-        self.counts["built"] += 1
+        self.event_counts["built"] += 1
         result = await self.run("build", "-t", tag, str(context_folder), timeout=timeout)
         if result.status != 0:
             reason = "took too long" if result.status is None else "failed"
-            raise ContainerError(f"building {context_folder} {reason}: {_join_lines(result.output)}")
+            raise ContainerError(f"building {context_folder} {reason}: {_quote_tail(result.output)}")
 
     async def start_container(
         self, tag: str, limits: Limits, workdir: str | None = None, env: Mapping[str, str] | None = None
@@ -102,9 +102,9 @@ class ContainerRuntime:
         if result.status != 0:
             await self.run("rm", "-f", container_name)
             raise ContainerError(
-                f"{self.name} could not start a container of {tag}: {_join_lines(result.output)}"
+                f"{self.name} could not start a container of {tag}: {_quote_tail(result.output)}"
             )
-        self.counts["started"] += 1
+        self.event_counts["started"] += 1
         return Container(self, container_name)
 
     async def remove_orphans(self) -> None:
@@ -112,13 +112,13 @@ class ContainerRuntime:
         listing = await self.run("ps", "-a", "-q", "--filter", f"label={OWNER_LABEL}")
         for container_id in listing.output.split() if listing.status == 0 else ():
             label_format = f'{{{{index .Config.Labels "{OWNER_LABEL}"}}}}'
-            owner = await self.run("inspect", "--format", label_format, container_id)
-            if owner.status == 0 and not _is_alive(owner.output.strip()):
-                self.counts["swept"] += 1
+            inspect_result = await self.run("inspect", "--format", label_format, container_id)
+            if inspect_result.status == 0 and not _is_owner_alive(inspect_result.output.strip()):
+                self.event_counts["swept"] += 1
                 await self.run("rm", "-f", container_id)
 
     async def run(
-        self, *arguments: str, timeout: float = COMMAND_SECONDS, max_output: int | None = None
+        self, *arguments: str, timeout: float = COMMAND_TIMEOUT_SECONDS, max_output: int | None = None
     ) -> CommandResult:
         """Run a command of the runtime; kill it after `timeout` seconds."""
         process = await asyncio.create_subprocess_exec(
@@ -129,7 +129,7 @@ class ContainerRuntime:
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
         )
-        output = _Output(max_output or self.max_output)
+        output = _OutputBuffer(max_output or self.max_output)
         try:
             async with asyncio.timeout(timeout):
                 assert process.stdout is not None
@@ -170,7 +170,7 @@ class Container:
         if result.status is None:
             await self.kill_processes(user)
         elif result.status == RUNTIME_FAILED_STATUS and not await self.is_running():
-            raise ContainerError(f"the container has ended: {_join_lines(result.output)}")
+            raise ContainerError(f"the container has ended: {_quote_tail(result.output)}")
         return result
 
     async def kill_processes(self, user: str) -> None:
@@ -181,12 +181,12 @@ class Container:
         result = await self.runtime.run("inspect", "--format", "{{.State.Running}}", self.name)
         return result.status == 0 and result.output.strip() == "true"
 
-    async def copy_in(self, path: Path, folder: str) -> None:
+    async def copy_into(self, path: Path, folder: str) -> None:
         """Copy a file, or the contents of a folder, into a folder of the container."""
         source_path = f"{path}/." if path.is_dir() else str(path)
         result = await self.runtime.run("cp", source_path, f"{self.name}:{folder}")
         if result.status != 0:
-            raise ContainerError(f"copying {path} into the container failed: {_join_lines(result.output)}")
+            raise ContainerError(f"copying {path} into the container failed: {_quote_tail(result.output)}")
 
     async def read_workdir(self) -> str:
         """Return the working directory of the image."""
@@ -197,7 +197,7 @@ class Container:
             return "/"
 
     async def remove(self) -> None:
-        self.runtime.counts["removed"] += 1
+        self.runtime.event_counts["removed"] += 1
         await self.runtime.run("kill", self.name)  # `rm` alone waits ten seconds for the processes to end
         await self.runtime.run("rm", "-f", self.name)
 
@@ -252,11 +252,11 @@ def find_runtime(command: str | None) -> list[str]:
 def _find_runtime_problem(command: Sequence[str]) -> str | None:
     try:
         process = subprocess.run(
-            [*command, "info"], capture_output=True, text=True, timeout=PROBE_SECONDS, check=False
+            [*command, "info"], capture_output=True, text=True, timeout=PROBE_TIMEOUT_SECONDS, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
-    return None if process.returncode == 0 else _join_lines(process.stderr or process.stdout)
+    return None if process.returncode == 0 else _quote_tail(process.stderr or process.stdout)
 
 
 def make_owner_id() -> str:
@@ -264,7 +264,7 @@ def make_owner_id() -> str:
     return f"{socket.gethostname()}:{os.getpid()}:{int(psutil.Process().create_time())}"
 
 
-def _is_alive(owner_id: str) -> bool:
+def _is_owner_alive(owner_id: str) -> bool:
     """Return whether the process that started a container may still be alive. Always True for a process of another
     machine, because it cannot be checked here."""
     host, _, process_id = owner_id.partition(":")
@@ -281,26 +281,26 @@ def _has_failed(task: asyncio.Task[None]) -> bool:
     return task.cancelled() or task.exception() is not None
 
 
-def _join_lines(text: str, num_lines: int = 3) -> str:
+def _quote_tail(text: str, num_lines: int = 3) -> str:
     return truncate_middle(" ".join(text.strip().splitlines()[-num_lines:]), 500)
 
 
-class _Output:
+class _OutputBuffer:
     """Buffer that keeps the beginning and the end of a stream."""
 
     def __init__(self, max_chars: int) -> None:
-        self._half_bytes = max_chars * 2  # in bytes: a character has up to four
+        self._max_bytes_per_end = max_chars * 2  # in bytes: a character has up to four
         self._head, self._tail = bytearray(), bytearray()
-        self._limit, self._num_bytes = max_chars, 0
+        self._max_chars, self._num_bytes = max_chars, 0
 
     def add(self, chunk: bytes) -> None:
         self._num_bytes += len(chunk)
-        free_bytes = self._half_bytes - len(self._head)
+        free_bytes = self._max_bytes_per_end - len(self._head)
         self._head += chunk[:free_bytes]
         self._tail += chunk[free_bytes:] if free_bytes > 0 else chunk
-        del self._tail[: -self._half_bytes]
+        del self._tail[: -self._max_bytes_per_end]
 
     def to_text(self) -> str:
         num_omitted = self._num_bytes - len(self._head) - len(self._tail)
-        note = f"\n[{num_omitted} bytes omitted]\n".encode() if num_omitted else b""
-        return truncate_middle(bytes(self._head + note + self._tail).decode(errors="replace"), self._limit)
+        gap = f"\n[{num_omitted} bytes omitted]\n".encode() if num_omitted else b""
+        return truncate_middle(bytes(self._head + gap + self._tail).decode(errors="replace"), self._max_chars)

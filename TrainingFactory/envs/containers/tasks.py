@@ -152,7 +152,7 @@ def _read_terminal_bench(folder: Path) -> ContainerTask:
         raise ValueError(f"{path}: run_tests_in_same_shell is not supported: each command has its own shell")
     _check_compose(folder / "docker-compose.yaml")
     _get_file(folder / "Dockerfile")
-    tests = (_get_file(folder / "run-tests.sh"), *([folder / "tests"] if (folder / "tests").is_dir() else []))
+    paths = (_get_file(folder / "run-tests.sh"), *([folder / "tests"] if (folder / "tests").is_dir() else []))
     return ContainerTask(
         folder.name,
         folder,
@@ -160,7 +160,7 @@ def _read_terminal_bench(folder: Path) -> ContainerTask:
         config["instruction"],
         None,
         folder,
-        tests,
+        paths,
         "/tests/run-tests.sh",
         _find_file(folder / "solution.sh"),
         _get_number(config, "max_test_timeout_sec", path, DEFAULT_TEST_SECONDS["terminal-bench"]),

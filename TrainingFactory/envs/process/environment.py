@@ -205,9 +205,9 @@ class ProcessEnvironment(ToolEnvironment):
             action = json.loads(answer_text)
         except ValueError as error:
             raise ValueError(f"Answer with JSON: {error}") from None
-        problem = next(make_validator(self._action_schema or {}).iter_errors(action), None)
-        if problem is not None:
-            raise ValueError(f"The JSON does not match the schema: {problem.message[:500]}")
+        schema_error = next(make_validator(self._action_schema or {}).iter_errors(action), None)
+        if schema_error is not None:
+            raise ValueError(f"The JSON does not match the schema: {schema_error.message[:500]}")
         return action
 
 

@@ -19,7 +19,7 @@ class ProcessPool:
         self.program, self.episodes_per_process = program, episodes_per_process
         self.processes: list[EnvironmentProcess] = []
         # Since the last `metrics`: stop reasons of episodes, crashed processes, and lost episodes.
-        self._counts: Counter[str] = Counter()
+        self._event_counts: Counter[str] = Counter()
         self._name_counter = itertools.count(1)
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -43,8 +43,8 @@ class ProcessPool:
     def _remove_lost_processes(self) -> None:
         for process in [process for process in self.processes if process.error is not None]:
             self.processes.remove(process)
-            self._counts["crashes"] += 1
-            self._counts["lost_episodes"] += len(process.episode_names)
+            self._event_counts["crashes"] += 1
+            self._event_counts["lost_episodes"] += len(process.episode_names)
 
     async def release(self, episode: PooledEpisode) -> None:
         """Remove an episode from its process. If the process then has no episodes, end it if it does not answer or if
@@ -60,17 +60,17 @@ class ProcessPool:
             await process.close()
 
     def count_lost_episode(self) -> None:
-        self._counts["lost_episodes"] += 1
+        self._event_counts["lost_episodes"] += 1
 
     def count_stop(self, reason: str) -> None:
-        self._counts[f"stop/{reason}"] += 1
+        self._event_counts[f"stop/{reason}"] += 1
 
     def metrics(self) -> dict[str, float]:
         """Return the number of processes, and the crashes, lost episodes and stop reasons since the last call."""
         self._remove_lost_processes()
         counts = Counter({"processes": len(self.processes), "crashes": 0, "lost_episodes": 0})
-        counts.update(self._counts)
-        self._counts.clear()
+        counts.update(self._event_counts)
+        self._event_counts.clear()
         return {f"environment/{name}": float(count) for name, count in counts.items()}
 
     async def close(self) -> None:

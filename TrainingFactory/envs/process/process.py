@@ -27,10 +27,10 @@ PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 8 * 2**20
 GRACE_SECONDS = 2.0  # after closing stdin
 LAUNCHER_FILE = Path(sandbox.__file__).with_name("launch.py")
-UNRESTRICTED = b"unrestricted:"  # written by launch.py
+WARNING_PREFIX = b"unrestricted:"  # written by launch.py
 log = logging.getLogger(__name__)
 _ID_PATTERN = re.compile(rb'\s*\{\s*"id":\s*(\d+)')
-_ID_BYTES = 200  # of a line that is too long
+_ID_PREFIX_BYTES = 200  # of a line that is too long
 
 
 class ProcessLost(Exception):
@@ -72,11 +72,11 @@ class EnvironmentProcess:
         self._line_buffer = bytearray()
         self._line_size = 0
         self._stderr = b""
-        self._num_invalid = 0
+        self._num_bad_lines = 0
         self._process: asyncio.subprocess.Process | None = None
         self._folder = tempfile.mkdtemp(prefix="tfactory-environment-")
         self._lifeline_fd = -1
-        self._tasks: list[asyncio.Task[None]] = []
+        self._reader_tasks: list[asyncio.Task[None]] = []
         self._end_task: asyncio.Task[None] | None = None
         self.start_task = asyncio.ensure_future(self._start_process())
 
@@ -102,12 +102,12 @@ class EnvironmentProcess:
         if len(line) > MAX_MESSAGE_BYTES:
             raise RequestFailed(f"{method}: the request has {len(line)} bytes, more than {MAX_MESSAGE_BYTES}")
         assert self._process is not None and self._process.stdin is not None
-        answer = self._pending_answers[request_id] = asyncio.get_running_loop().create_future()
+        answer_future = self._pending_answers[request_id] = asyncio.get_running_loop().create_future()
         try:
             self._process.stdin.write(line)
             with contextlib.suppress(ConnectionError):  # the reader reports the end of the process
                 await self._process.stdin.drain()
-            result = await answer
+            result = await answer_future
         except asyncio.CancelledError:
             if self._pending_answers.pop(request_id, None) is not None:
                 self._abandoned_ids.add(request_id)
@@ -168,7 +168,7 @@ class EnvironmentProcess:
             kill_at_hangup(read_fd, self._process.pid)
         finally:
             os.close(read_fd)
-        self._tasks = [asyncio.ensure_future(self._read_stdout()), asyncio.ensure_future(self._read_stderr())]
+        self._reader_tasks = list(map(asyncio.ensure_future, (self._read_stdout(), self._read_stderr())))
 
     async def _read_stdout(self) -> None:
         assert self._process is not None and self._process.stdout is not None
@@ -181,21 +181,21 @@ class EnvironmentProcess:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GRACE_SECONDS):
                 await _wait_for_exit(self._process)
-                await self._tasks[1]  # the end of stderr explains the exit
+                await self._reader_tasks[1]  # the end of stderr explains the exit
         await self._fail_requests(_describe_exit(self._process.returncode))
 
     async def _read_stderr(self) -> None:
         assert self._process is not None and self._process.stderr is not None
         while chunk := await self._process.stderr.read(65536):
-            if not self._stderr and chunk.startswith(UNRESTRICTED):
-                _warn_unrestricted(self.program.name, chunk.split(b"\n")[0][len(UNRESTRICTED) :].decode())
+            if not self._stderr and chunk.startswith(WARNING_PREFIX):
+                _warn_unrestricted(self.program.name, chunk.split(b"\n")[0][len(WARNING_PREFIX) :].decode())
             self._stderr = (self._stderr + chunk)[-groups.MAX_STDERR_BYTES :]
 
     def _append_to_line(self, chunk: bytes) -> None:
         self._line_buffer += chunk
         self._line_size += len(chunk)
         if self._line_size > MAX_MESSAGE_BYTES:
-            del self._line_buffer[_ID_BYTES:]
+            del self._line_buffer[_ID_PREFIX_BYTES:]
 
     def _finish_line(self) -> None:
         line, num_bytes = bytes(self._line_buffer), self._line_size
@@ -213,7 +213,7 @@ class EnvironmentProcess:
             except (ValueError, RecursionError):
                 answer = None
         if not isinstance(answer, dict) or not isinstance(answer.get("id"), int):
-            self._num_invalid += bool(line.strip())
+            self._num_bad_lines += bool(line.strip())
             return
         self._abandoned_ids.discard(answer["id"])
         future = self._pending_answers.pop(answer["id"], None)
@@ -227,7 +227,7 @@ class EnvironmentProcess:
     async def _fail_requests(self, reason: str) -> None:
         """Record the reason why the process is lost, fail its pending requests, and end it."""
         if self.error is None:
-            note = f"; {self._num_invalid} lines on stdout are not answers" if self._num_invalid else ""
+            note = f"; {self._num_bad_lines} lines on stdout are not answers" if self._num_bad_lines else ""
             self.error = f"environment {self.program.name}: {reason}{note}{groups.quote_stderr(self._stderr)}"
         futures, self._pending_answers = self._pending_answers, {}
         for future in futures.values():

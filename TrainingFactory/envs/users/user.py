@@ -63,27 +63,27 @@ class UserBrief:
                     'to a text with columns of the task, such as "{prompt}"'
                 )
             goal = "{goal}" if "goal" in columns else "{prompt}"
-        values = {
+        placeholder_values = {
             "persona": fill_template(persona or DEFAULT_PERSONA, columns, task.id, "persona"),
             "goal": fill_template(goal, columns, task.id, "goal"),
             "stop": self.stop,
         }
-        return fill_template(self.template, columns | values, task.id, "template")
+        return fill_template(self.template, columns | placeholder_values, task.id, "template")
 
 
 def fill_template(template: str, columns: Mapping[str, Any], task_id: str, key: str) -> str:
     """Replace {column} and {column.key} by the values of a task."""
 
     def look_up(match: re.Match[str]) -> str:
-        cell: Any = columns
+        value: Any = columns
         for name in match[1].split("."):
-            if not isinstance(cell, Mapping) or name not in cell:
+            if not isinstance(value, Mapping) or name not in value:
                 raise ValueError(
                     f"environment.user.{key} has {match[0]}, but task {task_id} has no such column; its columns: "
                     f"{', '.join(columns)}"
                 )
-            cell = cell[name]
-        return cell if isinstance(cell, str) else json.dumps(cell, ensure_ascii=False, default=str)
+            value = value[name]
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
     return PLACEHOLDER_PATTERN.sub(look_up, template)
 

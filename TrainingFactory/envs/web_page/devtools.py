@@ -41,12 +41,12 @@ PAGE_URL = "http://page.invalid/"
 # WebSockets are not intercepted. Everything else is, and counted.
 CONTENT_POLICY = "connect-src 'none'; webrtc 'block'"
 # Screenshots do not depend on when they are taken: no blinking cursor, no animation.
-CALM_SCRIPT = """
+NO_ANIMATION_SCRIPT = """
 const sheet = new CSSStyleSheet();
 sheet.replaceSync("* { caret-color: transparent !important; animation: none !important; transition: none !important }");
 document.adoptedStyleSheets = [sheet];
 """
-Listener = Callable[[str, dict[str, Any]], None]
+EventListener = Callable[[str, dict[str, Any]], None]
 
 
 class BrowserLost(ToolFailure):
@@ -78,36 +78,36 @@ class Chromium:
         self, process: asyncio.subprocess.Process, command_writer: Any, answer_reader: Any, timeout: float
     ) -> None:
         self.process, self.timeout, self.error = process, timeout, ""
-        self.listeners: dict[str, Listener] = {}  # by session
+        self.listeners: dict[str, EventListener] = {}  # by session
         self._command_writer, self._answer_reader = command_writer, answer_reader
         self._id_counter = itertools.count(1)
         self._pending_replies: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._profile_folder: tempfile.TemporaryDirectory[str] | None = None
-        self.run_later(self._read_messages())
+        self.run_in_background(self._read_messages())
 
     @classmethod
     async def start(cls, program: str, timeout: float) -> Self:
         loop = asyncio.get_running_loop()
-        (commands_out, commands_in), (answers_out, answers_in) = os.pipe(), os.pipe()
+        (command_reader, command_writer), (answer_reader, answer_writer) = os.pipe(), os.pipe()
         profile_folder = tempfile.TemporaryDirectory(prefix="tfactory-browser-", ignore_cleanup_errors=True)
         # The sandbox of Chromium cannot be started by root.
         flags = [*BROWSER_FLAGS, *(["--no-sandbox", "--no-zygote"] if os.geteuid() == 0 else [])]
-        launcher = [sys.executable, "-I", "-S", "-c", LAUNCH_SCRIPT, str(commands_out), str(answers_in)]
+        launcher = [sys.executable, "-I", "-S", "-c", LAUNCH_SCRIPT, str(command_reader), str(answer_writer)]
         try:
             process = await asyncio.create_subprocess_exec(
                 *launcher, program, *flags, f"--user-data-dir={profile_folder.name}", stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL, start_new_session=True,
-                pass_fds=(commands_out, answers_in), env=inherit_variables([])
+                pass_fds=(command_reader, answer_writer), env=inherit_variables([])
             )  # fmt: skip
         finally:
-            os.close(commands_out)
-            os.close(answers_in)
+            os.close(command_reader)
+            os.close(answer_writer)
         reader = asyncio.StreamReader(limit=MAX_MESSAGE_BYTES)
         await loop.connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(answers_out, "rb", 0)
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(answer_reader, "rb", 0)
         )
-        writer, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, os.fdopen(commands_in, "wb", 0))
+        writer, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, os.fdopen(command_writer, "wb", 0))
         chromium = cls(process, writer, reader, timeout)
         chromium._profile_folder = profile_folder
         try:
@@ -122,13 +122,13 @@ class Chromium:
             raise BrowserLost(self.error)
         message_id = next(self._id_counter)
         message = {"id": message_id, "method": method, "params": params}
-        self._pending_replies[message_id] = reply = asyncio.get_running_loop().create_future()
+        self._pending_replies[message_id] = future = asyncio.get_running_loop().create_future()
         self._command_writer.write(
             json.dumps(message | ({"sessionId": session_id} if session_id else {})).encode() + b"\0"
         )
         try:
             async with asyncio.timeout(self.timeout):
-                answer = await reply
+                answer = await future
         except TimeoutError:
             raise BrowserLost(f"{method} took longer than {self.timeout:g} s") from None
         finally:
@@ -137,7 +137,7 @@ class Chromium:
             raise BrowserLost(f"{method}: {answer['error']['message']}")
         return answer["result"]
 
-    def run_later(self, coroutine: Any) -> None:
+    def run_in_background(self, coroutine: Any) -> None:
         task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -147,14 +147,14 @@ class Chromium:
             while True:
                 message = json.loads((await self._answer_reader.readuntil(b"\0"))[:-1])
                 if "id" in message:
-                    if (reply := self._pending_replies.get(message["id"])) is not None and not reply.done():
-                        reply.set_result(message)
+                    if (future := self._pending_replies.get(message["id"])) is not None and not future.done():
+                        future.set_result(message)
                 elif (listener := self.listeners.get(message.get("sessionId", ""))) is not None:
                     listener(message["method"], message["params"])
         self.error = "the browser has ended"
-        for reply in self._pending_replies.values():
-            if not reply.done():
-                reply.set_exception(BrowserLost(self.error))
+        for future in self._pending_replies.values():
+            if not future.done():
+                future.set_exception(BrowserLost(self.error))
 
     def abandon(self) -> None:
         """Kill the browser process that another event loop started."""
@@ -179,23 +179,23 @@ class BrowserPage:
     """A tab with its own cookies and storage that shows one HTML document. All other requests of the page fail and are
     counted."""
 
-    def __init__(self, chromium: Chromium, context: str, target: str, session_id: str, html: str) -> None:
-        self._chromium, self._context, self._target, self._session_id = chromium, context, target, session_id
+    def __init__(self, chromium: Chromium, context_id: str, session_id: str, html: str) -> None:
+        self._chromium, self._context_id, self._session_id = chromium, context_id, session_id
         self._html, self.num_blocked = html, 0
         self._load_event = asyncio.Event()
         chromium.listeners[session_id] = self._dispatch_event
 
     @classmethod
     async def open(cls, chromium: Chromium, html: str, width: int, height: int) -> Self:
-        context = (await chromium.send("Target.createBrowserContext"))["browserContextId"]
+        context_id = (await chromium.send("Target.createBrowserContext"))["browserContextId"]
         send = chromium.send
-        target = (await send("Target.createTarget", url="about:blank", browserContextId=context))["targetId"]
-        session_id = (await send("Target.attachToTarget", targetId=target, flatten=True))["sessionId"]
-        page = cls(chromium, context, target, session_id, html)
-        await send("Browser.setDownloadBehavior", behavior="deny", browserContextId=context)
+        target = await send("Target.createTarget", url="about:blank", browserContextId=context_id)
+        session = await send("Target.attachToTarget", targetId=target["targetId"], flatten=True)
+        page = cls(chromium, context_id, session["sessionId"], html)
+        await send("Browser.setDownloadBehavior", behavior="deny", browserContextId=context_id)
         await page._send("Page.enable")
         await page._send("Fetch.enable", patterns=[{"urlPattern": "*"}])
-        await page._send("Page.addScriptToEvaluateOnNewDocument", source=CALM_SCRIPT)
+        await page._send("Page.addScriptToEvaluateOnNewDocument", source=NO_ANIMATION_SCRIPT)
         await page._send(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -235,7 +235,7 @@ class BrowserPage:
     async def close(self) -> None:
         self._chromium.listeners.pop(self._session_id, None)
         with contextlib.suppress(BrowserLost):
-            await self._chromium.send("Target.disposeBrowserContext", browserContextId=self._context)
+            await self._chromium.send("Target.disposeBrowserContext", browserContextId=self._context_id)
 
     async def _send(self, method: str, **params: Any) -> dict[str, Any]:
         return await self._chromium.send(method, self._session_id, **params)
@@ -244,24 +244,24 @@ class BrowserPage:
         if method == "Page.loadEventFired":
             self._load_event.set()
         elif method == "Fetch.requestPaused":
-            self._chromium.run_later(self._answer_request(params["requestId"], params["request"]))
+            self._chromium.run_in_background(self._answer_request(params["requestId"], params["request"]))
         elif method == "Page.javascriptDialogOpening":
-            self._chromium.run_later(self._send_ignoring_loss("Page.handleJavaScriptDialog", accept=True))
+            self._chromium.run_in_background(self._try_send("Page.handleJavaScriptDialog", accept=True))
 
     async def _answer_request(self, request_id: str, request: dict[str, Any]) -> None:
         if request["url"] != PAGE_URL or request["method"] != "GET":
             self.num_blocked += request["url"] != PAGE_URL + "favicon.ico"  # requested by Chromium itself
-            return await self._send_ignoring_loss(
+            return await self._try_send(
                 "Fetch.failRequest", requestId=request_id, errorReason="BlockedByClient"
             )
         headers = {"Content-Type": "text/html; charset=utf-8", "Content-Security-Policy": CONTENT_POLICY}
-        await self._send_ignoring_loss(
+        await self._try_send(
             "Fetch.fulfillRequest", requestId=request_id, responseCode=200,
             responseHeaders=[{"name": name, "value": value} for name, value in headers.items()],
             body=base64.b64encode(self._html.encode()).decode(),
         )  # fmt: skip
 
-    async def _send_ignoring_loss(self, method: str, **params: Any) -> None:
+    async def _try_send(self, method: str, **params: Any) -> None:
         with contextlib.suppress(BrowserLost):
             await self._send(method, **params)
 
@@ -272,7 +272,7 @@ class SharedBrowser:
     def __init__(self, program: str, timeout: float) -> None:
         self.program, self.timeout = program, timeout
         self.chromium: Chromium | None = None
-        self.counts: Counter[str] = Counter()
+        self.event_counts: Counter[str] = Counter()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._start_lock = asyncio.Lock()
 
@@ -283,7 +283,7 @@ class SharedBrowser:
             self._loop, self.chromium, self._start_lock = loop, None, asyncio.Lock()
         async with self._start_lock:
             if self.chromium is not None and self.chromium.error:
-                self.counts["restarts"] += 1
+                self.event_counts["restarts"] += 1
                 await self.chromium.close()
                 self.chromium = None
             if self.chromium is None:
@@ -291,13 +291,13 @@ class SharedBrowser:
         return await BrowserPage.open(self.chromium, html, width, height)
 
     async def close_page(self, page: BrowserPage) -> None:
-        self.counts["requests_blocked"] += page.num_blocked
+        self.event_counts["requests_blocked"] += page.num_blocked
         await page.close()
 
     def metrics(self) -> dict[str, float]:
         """Return restarts of the browser and blocked requests since the last call."""
-        counts = {"restarts": 0, "requests_blocked": 0} | self.counts
-        self.counts.clear()
+        counts = {"restarts": 0, "requests_blocked": 0} | self.event_counts
+        self.event_counts.clear()
         return {f"environment/browser_{name}": float(count) for name, count in counts.items()}
 
     async def close(self) -> None:

@@ -34,8 +34,8 @@ from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Image, Message, PlacedImage, Step, Task, ToolCall, ToolResult
 
 AXIS_MAX = 1000
-MAX_CHARS = 500  # characters of one call
-SCROLL_SHARE = 0.8  # of the window's height
+MAX_CHARS = 500  # characters of one call of type_text
+SCROLL_FRACTION = 0.8  # of the window's height
 Thousandth = Annotated[int, Field(ge=0, le=AXIS_MAX)]
 Direction = Literal["up", "down"]
 
@@ -91,11 +91,11 @@ class WebPageEnvironment(ToolEnvironment):
                 "prompt and check, a JavaScript expression that is true when the task is done"
             )
 
-        def make(task_id: str, rng: random.Random) -> Task:
+        def create(task_id: str, rng: random.Random) -> Task:
             kind = options.kinds[int(task_id.rpartition("-")[2]) % len(options.kinds)]
             return make_page_task(task_id, kind, rng, options.width, options.height)
 
-        return islice(generate_tasks("web_page", split, seed, make, lambda task: str(task.metadata)), count)
+        return islice(generate_tasks("web_page", split, seed, create, lambda task: str(task.metadata)), count)
 
     @classmethod
     def run_metrics(cls) -> dict[str, float]:
@@ -154,7 +154,7 @@ class WebPageEnvironment(ToolEnvironment):
     @tool(stateful=True)
     async def scroll(self, direction: Direction) -> ToolResult:
         """Scroll the page. down shows what is further down."""
-        distance = SCROLL_SHARE * self.options.height * (1 if direction == "down" else -1)
+        distance = SCROLL_FRACTION * self.options.height * (1 if direction == "down" else -1)
         await self._page.evaluate(f"window.scrollBy({{top: {json.dumps(distance)}, behavior: 'instant'}})")
         return await self._show_page()
 
@@ -187,7 +187,7 @@ class WebPageEnvironment(ToolEnvironment):
             y = widgets[name]["y"] + CELL[1] // 2 - MARGIN // 2
             while y - scroll_top >= self.options.height:
                 yield _call_tool("scroll", direction="down")
-                scroll_top = min(scroll_top + SCROLL_SHARE * self.options.height, max_scroll)
+                scroll_top = min(scroll_top + SCROLL_FRACTION * self.options.height, max_scroll)
             x = widgets[name]["x"] + CELL[0] // 2 - MARGIN // 2
             point = x * AXIS_MAX // self.options.width, int((y - scroll_top) * AXIS_MAX / self.options.height)
             yield _call_tool("tap", x=point[0], y=point[1])
@@ -196,7 +196,7 @@ class WebPageEnvironment(ToolEnvironment):
         yield _call_tool("done")
 
 
-class WebPages(ForeignEnvironment):
+class WebPageAdapter(ForeignEnvironment):
     """Adapter that makes the environment class for a config's `environment.options`."""
 
     def __init__(self, options: WebPageOptions) -> None:

@@ -14,7 +14,7 @@ WIDGET_NAMES = (
     "Add Buy Cut Edit Find Help Join Keep Load Move Next Open Pay Quit Run Save Tag Undo View Zoom".split()
 )
 FIELD_WORDS = "apple bread candle dragon engine forest garden harbor island jungle kettle lemon".split()
-CELL = (110, 40)  # pixels
+CELL = (110, 40)  # width and height in pixels
 MARGIN = 10  # around a widget, in its cell
 
 
@@ -38,9 +38,9 @@ def make_page_task(task_id: str, kind: PageKind, rng: random.Random, width: int,
         target_index = rng.randrange(length)
         prompt, expected_state = f"Press {names[target_index]}.", {"pressed": [names[target_index]]}
     elif kind == "boxes":
-        ticked = sorted(rng.sample(names[:6], 2))
+        targets = sorted(rng.sample(names[:6], 2))
         widgets = [_place("box", name, cell, columns) for name, cell in zip(names[:6], cells, strict=False)]
-        prompt, expected_state = f"Tick {' and '.join(ticked)}, and nothing else.", {"ticked": ticked}
+        prompt, expected_state = f"Tick {' and '.join(targets)}, and nothing else.", {"ticked": targets}
     elif kind == "field":
         word, field_names = rng.choice(FIELD_WORDS), names[:3]
         widgets = [

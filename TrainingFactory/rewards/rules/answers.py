@@ -122,7 +122,7 @@ class ReferenceRule(ExtractionRule):
 class AnswerRule(ReferenceRule):
     """Base of rules that compare one answer with one reference; the best pair counts, and no answer scores 0."""
 
-    quick = True  # comparing two short texts is faster than starting a thread
+    runs_inline = True  # comparing two short texts is faster than starting a thread
 
     def __call__(self, episode: Episode) -> Reward:
         references = self.parse_references(episode)

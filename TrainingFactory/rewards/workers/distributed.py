@@ -41,7 +41,7 @@ class PoolWorker:
     index: int
     model: Any  # as passed to the pool
     reward: AdaptedReward | RewardProcess
-    breaker: CircuitBreaker = field(default_factory=lambda: CircuitBreaker(max_failures=2, pause=0.5))
+    breaker: CircuitBreaker = field(default_factory=lambda: CircuitBreaker(2, pause_seconds=0.5))
     is_down: bool = False  # a warning was logged
     num_running: int = 0
     num_done: int = 0
@@ -188,7 +188,7 @@ class RewardWorkerPool:
             finally:
                 worker.num_running -= 1
                 worker.num_failed += has_answered is False
-                worker.breaker.release(ticket, has_answered)
+                worker.breaker.record_outcome(ticket, has_answered)
                 self._log_health(worker, has_answered, error)
                 self._wake_waiter()
 
@@ -218,7 +218,7 @@ class RewardWorkerPool:
             free_workers = [worker for worker in available_workers if worker.num_running < self.per_worker]
             if free_workers:
                 worker = min(free_workers, key=lambda candidate: (candidate.num_running, candidate.num_done))
-                ticket = worker.breaker.allow()
+                ticket = worker.breaker.admit_call()
                 assert ticket is not None
                 worker.num_running += 1
                 return worker, ticket

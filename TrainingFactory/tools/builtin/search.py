@@ -24,12 +24,12 @@ from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import ToolResult, ToolSpec
 
 INDEX_FORMAT = "2"  # of the index; changing it makes every index be rebuilt
-TEXT_TYPES = (".txt", ".md")
+SUFFIXES = (".txt", ".md")
 MAX_QUERY_TERMS = 64  # of a query
 MAX_RESULTS = 20
 # Chinese, Japanese and Korean have no spaces between words, or words with many endings: single characters and pairs
 # of neighbours are the terms. In other scripts a term is a run of letters and digits.
-_TERM = re.compile(r"([\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff]+)|([^\W_]+)")
+_TERM_REGEX = re.compile(r"([\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff]+)|([^\W_]+)")
 
 
 class PassageTool(ABC):
@@ -46,7 +46,7 @@ class PassageTool(ABC):
         matches = self.find(query, top_k)
         if not matches:
             return ToolResult("Nothing found; try other words.")
-        return ToolResult(show_passages(matches, self.max_chars))
+        return ToolResult(format_passages(matches, self.max_chars))
 
     @abstractmethod
     def find(self, query: str, top_k: int) -> list[tuple[str, str, str, float]]:
@@ -73,9 +73,9 @@ class SearchTool(PassageTool):
     ) -> None:
         self.top_k, self.max_chars = top_k, max_chars
         passages = Passages(Path(path), (text_field, title_field, id_field), index_dir, name)
-        self.index, self.documents = passages.index, passages.num_passages
+        self.index_path, self.num_documents = passages.index_path, passages.num_passages
         self.spec = ToolSpec(name, description or "Search documents by keywords.", make_search_schema(top_k))
-        self.options = ToolOptions(pure=True, version=digest(passages.state, f"{max_chars} {top_k}"))
+        self.options = ToolOptions(pure=True, version=digest(passages.files_digest, f"{max_chars} {top_k}"))
 
     def find(self, query: str, top_k: int) -> list[tuple[str, str, str, float]]:
         """Return (id, title, text, BM25 score) of the best matches, best first; ties in the order of the data."""
@@ -84,14 +84,14 @@ class SearchTool(PassageTool):
             return []
         # Quoted, so that no term is read as FTS syntax.
         fts_query = " OR ".join(f'"{term}"' for term in terms)
-        with contextlib.closing(_open_index(self.index)) as connection:
-            rows = connection.execute(
+        with contextlib.closing(_open_index(self.index_path)) as connection:
+            cursor = connection.execute(
                 "SELECT name, title, text, -score FROM documents JOIN (SELECT rowid AS number, bm25(terms) AS score "
                 "FROM terms WHERE terms MATCH ? ORDER BY score, number LIMIT ?) USING (number) "
                 "ORDER BY score, number",
                 (fts_query, top_k),
             )
-            return rows.fetchall()
+            return cursor.fetchall()
 
 
 class Passages:
@@ -101,26 +101,26 @@ class Passages:
         self, path: Path, field_names: tuple[str, str, str], index_dir: str | Path | None, name: str
     ) -> None:
         self.path = path
-        self.index = ensure_index(path, field_names, Path(index_dir) if index_dir else _cache_folder(), name)
-        with contextlib.closing(_open_index(self.index)) as connection:
+        self.index_path = ensure_index(path, field_names, _find_index_folder(index_dir), name)
+        with contextlib.closing(_open_index(self.index_path)) as connection:
             self.num_passages: int = connection.execute("SELECT count(*) FROM documents").fetchone()[0]
-            self.state: str  # digest of the files' names, sizes and times
-            self.content: str  # digest of the passages
-            self.state, self.content = connection.execute("SELECT state, content FROM about").fetchone()
+            digests = connection.execute("SELECT state, content FROM about").fetchone()
+            self.files_digest: str = digests[0]  # of the files' names, sizes and times
+            self.content_digest: str = digests[1]  # of the passages
 
     def __iter__(self) -> Iterator[tuple[str, str, str]]:
         """Yield (id, title, text) of every passage."""
-        with contextlib.closing(_open_index(self.index)) as connection:
+        with contextlib.closing(_open_index(self.index_path)) as connection:
             yield from connection.execute("SELECT name, title, text FROM documents ORDER BY number")
 
     def read_passage(self, index: int) -> tuple[str, str, str]:
         """Return (id, title, text) of the passage at this index, counted from 0."""
-        with contextlib.closing(_open_index(self.index)) as connection:
+        with contextlib.closing(_open_index(self.index_path)) as connection:
             query = "SELECT name, title, text FROM documents WHERE number = ?"
             return connection.execute(query, (index + 1,)).fetchone()
 
 
-def show_passages(matches: Sequence[tuple[str, str, str, float]], max_chars: int) -> str:
+def format_passages(matches: Sequence[tuple[str, str, str, float]], max_chars: int) -> str:
     """Return the text that the model reads for matches (id, title, text, score), which are listed best first."""
     passages = []
     for rank, (document_id, title, text, _) in enumerate(matches, 1):
@@ -137,7 +137,7 @@ def split_terms(text: str) -> list[str]:
     if not text.isascii():
         text = "".join(character for character in text if unicodedata.category(character)[0] != "M")
     terms = []
-    for match in _TERM.finditer(text):
+    for match in _TERM_REGEX.finditer(text):
         cjk, term = match.groups()
         terms += [term] if term else [*cjk, *(cjk[index : index + 2] for index in range(len(cjk) - 1))]
     return terms
@@ -205,9 +205,9 @@ def _list_files(path: Path, name: str) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise ValueError(f"tool {name}: no file or folder {path}; set path to a JSONL file or a folder")
-    files = sorted(file for file in path.rglob("*") if file.suffix.lower() in TEXT_TYPES and file.is_file())
+    files = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
     if not files:
-        raise ValueError(f"tool {name}: the folder {path} has no {' or '.join(TEXT_TYPES)} files; add some")
+        raise ValueError(f"tool {name}: the folder {path} has no {' or '.join(SUFFIXES)} files; add some")
     return files
 
 
@@ -250,6 +250,6 @@ def make_search_schema(top_k: int) -> dict[str, Any]:
     }
 
 
-def _cache_folder() -> Path:
+def _find_index_folder(index_dir: str | Path | None) -> Path:
     cache_root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache_root) / "training-factory" / "search"
+    return Path(index_dir) if index_dir else Path(cache_root) / "training-factory" / "search"

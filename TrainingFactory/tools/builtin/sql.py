@@ -42,11 +42,11 @@ class SqlTool:
         schema_chars: ZeroOrMore = 2000,
     ) -> None:
         self.path = Path(path).resolve()
-        self.database = partial(
+        self.open_database = partial(
             SqlDatabase, self.path, can_write=write, timeout=timeout, max_rows=max_rows, format=format
         )
         try:
-            table_list = self.database().list_tables(schema_chars)
+            table_list = self.open_database().list_tables(schema_chars)
         except ValueError as error:
             raise ValueError(f"tool {name}: {error}; set path to an existing SQLite file") from error
         statement = "statement; reading and writing" if write else "query (read-only)"
@@ -74,7 +74,7 @@ class SqlSession:
 
     def __init__(self, tool: SqlTool) -> None:
         self.spec, self.options = tool.spec, tool.options
-        self.database = tool.database()
+        self.database = tool.open_database()
 
     @property
     def tools(self) -> Sequence[Tool]:  # a property, because an attribute would be a reference cycle

@@ -38,7 +38,7 @@ RUN_CANCELLED, RUN_FAILED = "cancelled", "failed"
 class ToolCache:
     """Caches results in an SQLite file, which several processes may share, or in Redis for several machines; without a
     target in memory only. Entries expire after `ttl` seconds (None: never). `tools` are the tools that
-    `execute_with_cache` can call. Errors of the cache are counted in `failures` and logged once; the call is then
+    `execute_with_cache` can call. Errors of the cache are counted in `num_failures` and logged once; the call is then
     executed."""
 
     @validate_call(config=STRICT)
@@ -53,11 +53,11 @@ class ToolCache:
     ) -> None:
         self._ttl, self._max_entry_bytes = ttl, min(max_bytes, MAX_ENTRY_BYTES)
         self._store = open_store(target, ttl, max_bytes)
-        self._memory = _MemoryCache(memory_bytes)
-        self._in_flight: dict[str, asyncio.Future[ToolResult | str]] = {}
+        self._memory_cache = _MemoryCache(memory_bytes)
+        self._results_in_flight: dict[str, asyncio.Future[ToolResult | str]] = {}
         self._writer = _StoreWriter(self._store, self._record_failure)
         self._store_paused_until = 0.0
-        self.failures = 0
+        self.num_failures = 0
         self._tools = tools
 
     @cached_property
@@ -83,11 +83,11 @@ class ToolCache:
         callers, only one executes `run`; if it is cancelled, the next one does. If it fails or is late, all others
         execute theirs too."""
         while True:
-            entry = self._memory.get(key)
+            entry = self._memory_cache.get(key)
             result = (self._decode_entry(key, *entry) if entry else None) or await self._read_store(key)
             if result is not None:
                 return result
-            future = self._in_flight.get(key)
+            future = self._results_in_flight.get(key)
             if future is None:
                 return await self._run_and_share(key, run)
             await asyncio.wait({future}, timeout=max(0.0, deadline - time.monotonic()))
@@ -98,7 +98,7 @@ class ToolCache:
                 return await self._run_and_store(key, run)
 
     async def _run_and_share(self, key: str, run: Callable[[], Awaitable[ToolResult]]) -> ToolResult:
-        future = self._in_flight[key] = asyncio.get_running_loop().create_future()
+        future = self._results_in_flight[key] = asyncio.get_running_loop().create_future()
         shared_result: ToolResult | str = RUN_FAILED
         try:
             result = await self._run_and_store(key, run)
@@ -109,7 +109,7 @@ class ToolCache:
             shared_result = RUN_CANCELLED
             raise
         finally:
-            del self._in_flight[key]
+            del self._results_in_flight[key]
             future.set_result(shared_result)
 
     async def _run_and_store(self, key: str, run: Callable[[], Awaitable[ToolResult]]) -> ToolResult:
@@ -131,7 +131,7 @@ class ToolCache:
         if time.monotonic() < self._store_paused_until:
             return None
         try:
-            entry = self._store.get(key) if self._store.quick else await in_thread(self._store.get, key)
+            entry = self._store.get(key) if self._store.is_fast else await in_thread(self._store.get, key)
             if entry is None:
                 return None
             result = self._decode_entry(key, *entry)
@@ -139,7 +139,7 @@ class ToolCache:
             self._record_failure(error)
             return None
         if result is not None:
-            self._memory.put(key, *entry)
+            self._memory_cache.put(key, *entry)
         return result
 
     def _decode_entry(self, key: str, encoded_result: str, created_at: float) -> ToolResult | None:
@@ -156,14 +156,14 @@ class ToolCache:
         if len(encoded_result) + len(key) > self._max_entry_bytes:
             return
         created_at = time.time()
-        self._memory.put(key, encoded_result, created_at)
+        self._memory_cache.put(key, encoded_result, created_at)
         if time.monotonic() >= self._store_paused_until:
-            self._writer.add(key, encoded_result, created_at)
+            self._writer.add_entry(key, encoded_result, created_at)
 
     def _record_failure(self, error: BaseException) -> None:
-        if not self.failures:
+        if not self.num_failures:
             log.warning("tool cache error (%s); calls are executed without the cache", describe(error))
-        self.failures += 1
+        self.num_failures += 1
         self._store_paused_until = time.monotonic() + STORE_PAUSE_SECONDS
 
 
@@ -197,13 +197,13 @@ class EpisodeToolCache:
         self, call: PendingCall, state: ToolState, fingerprint: str | None, deadline: float
     ) -> ToolResult:
         """Return the result of a call whose result depends on earlier calls, or that changes later results."""
-        server, is_lost = state.server_name, False
+        server, is_answer_lost = state.server_name, False
 
         async def execute() -> ToolResult:
-            nonlocal is_lost
+            nonlocal is_answer_lost
             await state.catch_up()
             outcome = await call.execute(call, deadline)
-            is_lost = outcome.is_lost
+            is_answer_lost = outcome.is_answer_lost
             return outcome.result
 
         # Servers start in the same state for all episodes; objects of this process, such as an environment, may not.
@@ -216,7 +216,7 @@ class EpisodeToolCache:
         result = await self._call_cached(key, call, execute, deadline)
         if result.cached:
             state.skip_call(call, result.content)
-        if is_lost or history is None or fingerprint is None or self._num_calls[server] != call_number:
+        if is_answer_lost or history is None or fingerprint is None or self._num_calls[server] != call_number:
             return result
         if result.error in ("schema", "unavailable"):  # the call never reached the tool
             self._histories[server] = history
@@ -264,32 +264,32 @@ class _StoreWriter:
         self._store, self._on_failure = store, on_failure
         self._entries: deque[tuple[str, str, float]] = deque()
         self._last_uses: dict[str, float] = {}
-        self._thread = ThreadPoolExecutor(1, "tool-cache")
+        self._thread_pool = ThreadPoolExecutor(1, "tool-cache")
 
-    def add(self, key: str, value: str, created_at: float) -> None:
+    def add_entry(self, key: str, value: str, created_at: float) -> None:
         if len(self._entries) < MAX_QUEUED_RESULTS:
             self._entries.append((key, value, created_at))
-            self._thread.submit(self._write)
+            self._thread_pool.submit(self._write)
 
     def record_use(self, key: str) -> None:
         """Record the time of use for eviction. Written with the next entry, or after `MAX_QUEUED_USES` uses."""
         self._last_uses[key] = time.time()
         if len(self._last_uses) > MAX_QUEUED_USES:
-            self._thread.submit(self._write)
+            self._thread_pool.submit(self._write)
 
     def flush(self) -> None:
-        self._thread.submit(self._write).result()
+        self._thread_pool.submit(self._write).result()
 
     def close(self) -> None:
         self.flush()
-        self._thread.shutdown()
+        self._thread_pool.shutdown()
 
     def _write(self) -> None:
         entries = [self._entries.popleft() for _ in range(len(self._entries))]
-        used_at, self._last_uses = self._last_uses, {}
+        last_uses, self._last_uses = self._last_uses, {}
         try:
-            if entries or used_at:
-                self._store.write(entries, used_at.items())
+            if entries or last_uses:
+                self._store.write(entries, last_uses.items())
         except Exception as error:
             self._on_failure(error)
 

@@ -19,7 +19,7 @@ APPLICATION_ID = 0x7F_70_01_C4  # in the file header; identifies our files
 FORMAT_VERSION = 1
 BUSY_SECONDS = 5.0  # a writer's wait for other processes; readers never wait for writers
 EVICTION_TARGET = 0.9  # fraction of `max_bytes` that eviction leaves, so that not every write evicts
-REDIS_URL = re.compile(r"rediss?://|unix://")
+REDIS_URL_PATTERN = re.compile(r"rediss?://|unix://")
 CACHE_SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
     key TEXT PRIMARY KEY, value TEXT NOT NULL, size INTEGER NOT NULL, made REAL NOT NULL, used REAL NOT NULL);
@@ -36,7 +36,7 @@ CREATE TRIGGER IF NOT EXISTS changed AFTER UPDATE OF size ON entries BEGIN
 class SQLiteStore:
     """SQLite file in WAL mode: many processes read while one writes. Network drives lack the locks that it needs."""
 
-    quick = True  # `get` is fast enough for the event loop
+    is_fast = True  # `get` is fast enough for the event loop
 
     def __init__(self, path: Path, ttl: float | None, max_bytes: int) -> None:
         self.path, self._ttl, self._max_bytes = path, ttl, max_bytes
@@ -68,12 +68,12 @@ class SQLiteStore:
             raise
 
     def _move_damaged_file(self, error: sqlite3.DatabaseError) -> None:
-        backup = self.path.with_name(f"{self.path.name}.damaged-{time.time_ns()}")
-        self.path.rename(backup)
+        backup_path = self.path.with_name(f"{self.path.name}.damaged-{time.time_ns()}")
+        self.path.rename(backup_path)
         for suffix in ("-wal", "-shm"):
             Path(f"{self.path}{suffix}").unlink(missing_ok=True)
         message = "the cache %s is damaged (%s); starting an empty one, the old file is renamed to %s"
-        log.warning(message, self.path, describe(error), backup.name)
+        log.warning(message, self.path, describe(error), backup_path.name)
 
     def get(self, key: str) -> tuple[str, float] | None:
         """Return the value and its creation time; None if there is no entry."""
@@ -136,8 +136,8 @@ def _create_schema(connection: sqlite3.Connection) -> None:
     if version not in (0, FORMAT_VERSION):
         raise sqlite3.DatabaseError(f"its format is {version}, not {FORMAT_VERSION}")
     if version == 0:
-        header = f"PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {FORMAT_VERSION};"
-        connection.executescript(f"BEGIN IMMEDIATE; {header} {CACHE_SCHEMA} COMMIT;")
+        header_pragmas = f"PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {FORMAT_VERSION};"
+        connection.executescript(f"BEGIN IMMEDIATE; {header_pragmas} {CACHE_SCHEMA} COMMIT;")
     with contextlib.suppress(sqlite3.OperationalError):  # another process is switching to WAL
         connection.execute("PRAGMA journal_mode = WAL")
 
@@ -157,8 +157,8 @@ class RedisStore:
     """A Redis server for several machines. Its own `maxmemory` and eviction policy bound its size. Blocking: an
     asynchronous client would belong to one event loop, so the cache reads on threads."""
 
-    quick = False
-    PREFIX = "tfactory:tool:"
+    is_fast = False
+    KEY_PREFIX = "tfactory:tool:"
 
     def __init__(self, url: str, ttl: float | None) -> None:
         try:
@@ -178,7 +178,7 @@ class RedisStore:
             raise ValueError(f"cannot reach Redis at {address} ({reason}); check that it runs") from error
 
     def get(self, key: str) -> tuple[str, float] | None:
-        entry = self._client.get(self.PREFIX + key)
+        entry = self._client.get(self.KEY_PREFIX + key)
         if not entry:
             return None
         created_at, _, value = entry.partition(" ")
@@ -189,7 +189,7 @@ class RedisStore:
     ) -> None:
         with self._client.pipeline(transaction=False) as pipeline:
             for key, value, created_at in entries:
-                pipeline.set(self.PREFIX + key, f"{created_at!r} {value}", px=self._ttl_ms)
+                pipeline.set(self.KEY_PREFIX + key, f"{created_at!r} {value}", px=self._ttl_ms)
             pipeline.execute()
 
     def close(self) -> None:
@@ -199,7 +199,7 @@ class RedisStore:
 class NoStore:
     """Store without entries: the cache keeps the latest results in memory only."""
 
-    quick = True
+    is_fast = True
 
     def get(self, key: str) -> None:
         return None
@@ -220,5 +220,5 @@ def open_store(target: str | Path | None, ttl: float | None, max_bytes: int) -> 
     """Return the store for a file path or a Redis address; None: results stay in memory."""
     if target is None:
         return NoStore()
-    is_redis = REDIS_URL.match(str(target))
+    is_redis = REDIS_URL_PATTERN.match(str(target))
     return RedisStore(str(target), ttl) if is_redis else SQLiteStore(Path(target), ttl, max_bytes)

@@ -16,7 +16,7 @@ from TrainingFactory.common.endpoints.budget import Budget, Usage
 from TrainingFactory.common.endpoints.messages import ModelReply
 from TrainingFactory.common.endpoints.transport import ModelError
 from TrainingFactory.tools.cache.cache import ToolCache
-from TrainingFactory.tools.cache.stores import REDIS_URL
+from TrainingFactory.tools.cache.stores import REDIS_URL_PATTERN
 from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.tools.limits import CallLimits
 from TrainingFactory.tools.threads import in_thread
@@ -24,21 +24,22 @@ from TrainingFactory.types import ToolResult
 
 MAX_BACKOFF_SECONDS = 30.0  # seconds of backoff between attempts
 MAX_RETRY_AFTER_SECONDS = 120.0  # seconds that an endpoint can request with Retry-After
-IN_FLIGHT_TIMEOUT = 3600.0  # maximum wait for an identical request in flight; its own timeouts are shorter
+IN_FLIGHT_TIMEOUT_SECONDS = 3600.0  # maximum wait for an identical request; its own timeouts are shorter
 _jitter = random.Random()  # of the retries; does not affect results
 FailureKind = Literal[
     "unavailable", "refused", "cut", "unreadable", "out_of_range", "budget", "error", "not_recorded"
 ]
-Send = Callable[[], Awaitable[ModelReply]]
+SendRequest = Callable[[], Awaitable[ModelReply]]
+CheckReply = Callable[[ModelReply], object]
 
 
 class ModelFailure(Exception):
-    """Raised for a request without a usable reply. `stops`: further requests would fail too."""
+    """Raised for a request without a usable reply. `is_permanent`: further requests would fail too."""
 
     def __init__(self, text: str, kind: FailureKind, is_denied: bool = False) -> None:
         super().__init__(text)
         self.kind: FailureKind = kind
-        self.stops = is_denied or kind in ("unavailable", "budget", "not_recorded")
+        self.is_permanent = is_denied or kind in ("unavailable", "budget", "not_recorded")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -67,42 +68,42 @@ class EndpointClient:
             *([self.earlier_usage] if self.earlier_usage else []),
         ]  # of all that share the budget
         self._limits = CallLimits(self.concurrency, self.rate)
-        self._in_flight: set[asyncio.Task[ModelReply]] = set()
+        self._request_tasks: set[asyncio.Task[ModelReply]] = set()
         self._is_closing = False  # requests that wait for a slot or a retry are dropped
 
     async def request(
-        self, key: Sequence[str], send: Send, check: Callable[[ModelReply], object] = lambda _: None
+        self, key: Sequence[str], send: SendRequest, check_reply: CheckReply = lambda _: None
     ) -> ModelReply:
-        """Return the cached reply of `key`, or send the request; raise ModelFailure without a usable reply. `check`
-        raises for a reply that must not be cached. A request whose caller is cancelled continues, because it is paid:
-        its reply is cached."""
+        """Return the cached reply of `key`, or send the request; raise ModelFailure without a usable reply.
+        `check_reply` raises for a reply that must not be cached. A request whose caller is cancelled continues, because
+        it is paid: its reply is cached."""
         if self.cache is None:
             reply = await self._send_with_retries(send)
-            check(reply)
+            check_reply(reply)
             return reply
-        task = asyncio.ensure_future(self._ask_cached(digest(*key), send, check))
-        self._in_flight.add(task)
-        task.add_done_callback(self._remove_finished)
+        task = asyncio.ensure_future(self._ask_cached(digest(*key), send, check_reply))
+        self._request_tasks.add(task)
+        task.add_done_callback(self._remove_finished_task)
         return await asyncio.shield(task)
 
-    def _remove_finished(self, task: asyncio.Task[ModelReply]) -> None:
-        self._in_flight.discard(task)
+    def _remove_finished_task(self, task: asyncio.Task[ModelReply]) -> None:
+        self._request_tasks.discard(task)
         if not task.cancelled():
             task.exception()  # the caller may be gone: retrieved, so that asyncio does not log it
 
-    async def _ask_cached(self, key: str, send: Send, check: Callable[[ModelReply], object]) -> ModelReply:
+    async def _ask_cached(self, key: str, send: SendRequest, check_reply: CheckReply) -> ModelReply:
         async def run() -> ToolResult:
             if self.replay:
                 text = f"{self.cache} has no reply to a request of this episode; record it first with replay: false"
                 raise ModelFailure(text, "not_recorded")
             reply = await self._send_with_retries(send)
-            check(reply)
+            check_reply(reply)
             return ToolResult(json.dumps(reply.as_json()))
 
         if isinstance(self.cache, str | Path) and self._open_cache is None:
             self._open_cache = open_cache(self.cache)
         assert self._open_cache is not None
-        result = await self._open_cache.get_or_execute(key, run, time.monotonic() + IN_FLIGHT_TIMEOUT)
+        result = await self._open_cache.get_or_execute(key, run, time.monotonic() + IN_FLIGHT_TIMEOUT_SECONDS)
         reply = ModelReply.from_json(json.loads(result.content))
         if result.cached:
             self.usage.cached += 1
@@ -110,7 +111,7 @@ class EndpointClient:
             self.usage.cached_cost += self.budget.price_reply(reply)
         return reply
 
-    async def _send_with_retries(self, send: Send) -> ModelReply:
+    async def _send_with_retries(self, send: SendRequest) -> ModelReply:
         attempt = 0
         while True:
             try:
@@ -121,13 +122,13 @@ class EndpointClient:
                 if attempt >= self.retries or self._is_closing:
                     attempts_text = f" ({attempt + 1} attempts)" if attempt else ""
                     raise ModelFailure(f"{error}{attempts_text}", "unavailable") from error
-                delay = min(error.retry_after or 0.0, MAX_RETRY_AFTER_SECONDS)
-            pause = max(min(self.pause * 2**attempt, MAX_BACKOFF_SECONDS) * _jitter.uniform(0.5, 1), delay)
+                requested_seconds = min(error.retry_after or 0.0, MAX_RETRY_AFTER_SECONDS)
+            backoff_seconds = min(self.pause * 2**attempt, MAX_BACKOFF_SECONDS) * _jitter.uniform(0.5, 1)
             attempt += 1
             self.usage.retries += 1
-            await asyncio.sleep(pause)
+            await asyncio.sleep(max(backoff_seconds, requested_seconds))
 
-    async def _send_once(self, send: Send) -> ModelReply:
+    async def _send_once(self, send: SendRequest) -> ModelReply:
         async with self._limits.hold_slot():
             if self._is_closing:
                 raise ModelFailure(f"{self.MODEL_ROLE} is closed", "unavailable")
@@ -159,9 +160,9 @@ class EndpointClient:
     async def close(self) -> None:
         """Wait for requests in flight, because their replies are paid for. Then close the connections, and the cache
         unless it was passed in. A later request reopens both."""
-        if self._in_flight:
+        if self._request_tasks:
             self._is_closing = True
-            await asyncio.wait(self._in_flight, timeout=getattr(self.model, "timeout", None))
+            await asyncio.wait(self._request_tasks, timeout=getattr(self.model, "timeout", None))
             self._is_closing = False
         await self.model.close()
         if isinstance(self.cache, str | Path) and self._open_cache is not None:
@@ -170,7 +171,7 @@ class EndpointClient:
 
 
 def open_cache(target: str | Path) -> ToolCache:
-    if not REDIS_URL.match(str(target)):
+    if not REDIS_URL_PATTERN.match(str(target)):
         target = Path(target).expanduser()
         target.parent.mkdir(parents=True, exist_ok=True)
     return ToolCache(target)

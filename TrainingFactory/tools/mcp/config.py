@@ -16,7 +16,7 @@ from TrainingFactory.tools.mcp.server_config import ServerConfig, ToolOverride, 
 
 _STRING_PATTERN = r'("(?:[^"\\]|\\.)*")'
 _COMMENT_PATTERN = re.compile(rf"{_STRING_PATTERN}|//[^\n]*|/\*.*?\*/", re.DOTALL)
-_TRAILING_COMMA = re.compile(rf"{_STRING_PATTERN}|,(?=\s*[\]}}])")
+_TRAILING_COMMA_PATTERN = re.compile(rf"{_STRING_PATTERN}|,(?=\s*[\]}}])")
 
 
 def read_config(path: str | Path) -> tuple[list[ServerConfig], list[str]]:
@@ -41,7 +41,7 @@ def _load_file(path: Path) -> Any:
 
 def parse_json(text: str) -> Any:
     """Parse JSON with comments and trailing commas, as editors write it."""
-    for pattern in (_COMMENT_PATTERN, _TRAILING_COMMA):  # blanks keep the line numbers of errors
+    for pattern in (_COMMENT_PATTERN, _TRAILING_COMMA_PATTERN):  # blanks keep the line numbers of errors
         text = pattern.sub(lambda match: match[1] or re.sub(r"[^\n]", " ", match[0]), text)
     return json.loads(text)
 
@@ -76,8 +76,8 @@ def _iterate_entries(loaded_config: Any, origin: str) -> Iterator[tuple[str, Any
     servers = section.get("mcpServers", section.get("servers"))
     if not isinstance(servers, dict):
         key_list = ", ".join(map(repr, list(config)[:8])) or type(loaded_config).__name__
-        expected = 'expected an object of servers by name under "mcpServers" or "servers", or "mcp_server"'
-        raise ValueError(f"{origin}: {expected}; found {key_list}")
+        advice = 'expected an object of servers by name under "mcpServers" or "servers", or "mcp_server"'
+        raise ValueError(f"{origin}: {advice}; found {key_list}")
     for name, entry in servers.items():
         if not isinstance(entry, dict):
             raise ValueError(

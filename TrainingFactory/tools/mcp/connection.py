@@ -28,15 +28,15 @@ from TrainingFactory.tools.schema import check_schema, make_validator
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import ToolResult, ToolSpec
 
-CLOSE_SECONDS = 8.0  # longer than the stdio transport needs to kill a server that does not exit
-CHECK_SECONDS = 30.0  # for a health check; at least the time-out of a call, which may keep the server busy
+CLOSE_TIMEOUT_SECONDS = 8.0  # longer than the stdio transport needs to kill a server that does not exit
+HEALTH_CHECK_SECONDS = 30.0  # at least the time-out of a call, which may keep the server busy
 MAX_PAGES = 100
 # Texts of the SDK for connection errors, which it reports like answers of the server.
 SESSION_GONE = "Session terminated"  # an HTTP server that was restarted
 END_REASONS = {"Connection closed": "it closed the connection", SESSION_GONE: "it has dropped the session"}
 STREAM_CUT = "SSE stream ended without a response"  # ends one call, not the connection
 HTTP_ERROR = "Server returned an error response"
-IDLE_TIMEOUT = 24 * 3600.0  # seconds; an idle stream is no error, and calls have their own time-outs
+IDLE_TIMEOUT_SECONDS = 24 * 3600.0  # seconds; an idle stream is no error, and calls have their own time-outs
 _ANSWER_ADAPTER: TypeAdapter[Any] = TypeAdapter(dict[str, Any])
 
 # Our own errors report what the SDK logs, and the logs of its HTTP client contain URLs with secrets.
@@ -45,21 +45,21 @@ for _name in ("mcp", "httpx2", "httpcore2"):
 
 
 class Connection:
-    """A connection to an MCP server. `on_tools` is called with the tool list on connect and on every change."""
+    """A connection to an MCP server. `on_tools_listed` is called with the tool list on connect and on every change."""
 
-    def __init__(self, config: ServerConfig, on_tools: Callable[[list[OfferedTool]], None]) -> None:
+    def __init__(self, config: ServerConfig, on_tools_listed: Callable[[list[OfferedTool]], None]) -> None:
         self.config = config
         self.lost_future: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # done at the end
-        self.num_in_flight = 0  # calls in flight
+        self.num_active_calls = 0  # calls in flight
         self.has_answered = False  # whether any call was answered
-        self._on_tools = on_tools
+        self._on_tools_listed = on_tools_listed
         self._output_validators: dict[str, Validator] = {}  # of structured results, by tool
         self._client: Client | None = None
         self._server_output = ServerOutput()
         self._end_reason = ""  # why the connection ended
         self._has_session = False
         self._num_messages = 0  # received so far
-        self._check_task: asyncio.Task[None] | None = None
+        self._health_check_task: asyncio.Task[None] | None = None
         self._relist_task: asyncio.Task[None] | None = None
         self._cancel_scope = anyio.CancelScope()
         self._run_task: asyncio.Task[None] | None = None
@@ -89,7 +89,7 @@ class Connection:
         except BaseException as error:  # the SDK also raises CancelledError and exception groups
             connect_error = error
         self._client = None
-        for task in (self._relist_task, self._check_task):
+        for task in (self._relist_task, self._health_check_task):
             if task is not None:
                 task.cancel()
         reason = (
@@ -125,11 +125,11 @@ class Connection:
     async def _open_transport(self, stack: contextlib.AsyncExitStack) -> Any:
         config = self.config
         if config.transport == "sse":
-            return sse_client(config.url, config.headers, timeout=30.0, sse_read_timeout=IDLE_TIMEOUT)
+            return sse_client(config.url, config.headers, timeout=30.0, sse_read_timeout=IDLE_TIMEOUT_SECONDS)
         if config.transport == "http":
             http_client = httpx2.AsyncClient(
                 headers=config.headers,
-                timeout=httpx2.Timeout(30.0, read=IDLE_TIMEOUT, pool=IDLE_TIMEOUT),
+                timeout=httpx2.Timeout(30.0, read=IDLE_TIMEOUT_SECONDS, pool=IDLE_TIMEOUT_SECONDS),
                 limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64),
                 event_hooks={"response": [self._on_response]},
             )
@@ -145,9 +145,9 @@ class Connection:
     async def _watch_transport(self, transport: Any) -> AsyncIterator[Any]:
         async with transport as (reader, writer):
             on_end = partial(self._mark_lost, "it closed the connection")
-            yield _WatchedReader(reader, self._on_item, on_end), writer
+            yield _WatchedReader(reader, self._count_message, on_end), writer
 
-    def _on_item(self, message: Any) -> None:
+    def _count_message(self, message: Any) -> None:
         self._num_messages += 1
         if isinstance(message, ValidationError):
             self._server_output.count_invalid_line(message)
@@ -191,7 +191,7 @@ class Connection:
                 if tool.output_schema is not None:
                     check_schema(ToolSpec(tool.name, parameters=tool.output_schema))
                     self._output_validators[tool.name] = make_validator(tool.output_schema)
-        self._on_tools(tools)
+        self._on_tools_listed(tools)
 
     # calls
 
@@ -201,7 +201,7 @@ class Connection:
         client = self._client
         if client is None or self.lost_future.done():
             raise self.make_down_error("is not available", was_sent=False)
-        self.num_in_flight += 1
+        self.num_active_calls += 1
         try:
             answer = await self._request_answer(client, name, arguments)
         except MCPError as error:
@@ -212,7 +212,7 @@ class Connection:
         except (RuntimeError, ValidationError) as error:  # an answer that breaks the protocol
             return self._make_invalid_result(name, str(error) or type(error).__name__)
         finally:
-            self.num_in_flight -= 1
+            self.num_active_calls -= 1
         self.has_answered = True
         if answer.get("resultType") == "input_required":
             return self._make_invalid_result(name, "it requests user input, which is not supported")
@@ -234,8 +234,8 @@ class Connection:
             await asyncio.wait({request_task, self.lost_future}, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:  # by the caller, usually after a time-out
             request_task.cancel()
-            if self._num_messages == num_messages_before and self._check_task is None:
-                self._check_task = asyncio.create_task(self._check_health(client))
+            if self._num_messages == num_messages_before and self._health_check_task is None:
+                self._health_check_task = asyncio.create_task(self._check_health(client))
             raise
         if not request_task.done() or request_task.cancelled():
             request_task.cancel()
@@ -246,10 +246,10 @@ class Connection:
     async def _check_health(self, client: Client) -> None:
         """Mark the connection as lost if the server sent nothing during a whole call and ignores a new request."""
         num_messages_before = self._num_messages
-        timeout = max(CHECK_SECONDS, self.config.settings.timeout or 0.0)
+        timeout = max(HEALTH_CHECK_SECONDS, self.config.settings.timeout or 0.0)
         with contextlib.suppress(Exception), anyio.move_on_after(timeout):
             await client.list_tools()
-        self._check_task = None
+        self._health_check_task = None
         if self._num_messages == num_messages_before:
             self._mark_lost("it stopped answering")
 
@@ -289,7 +289,7 @@ class Connection:
             self._cancel_scope.cancel()
         if self._run_task is not None:
             # If need be, cancel the scope, not the task: the SDK shields its clean-up from scopes only.
-            done_tasks, _ = await asyncio.wait({self._run_task}, timeout=CLOSE_SECONDS)
+            done_tasks, _ = await asyncio.wait({self._run_task}, timeout=CLOSE_TIMEOUT_SECONDS)
             if not done_tasks:
                 self._cancel_scope.cancel()
                 await asyncio.wait({self._run_task}, timeout=1.0)

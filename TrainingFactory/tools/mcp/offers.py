@@ -89,7 +89,7 @@ def _make_offer(config: ServerConfig, tool: OfferedTool, override: ToolOverride 
         schema = schema if override.parameters is None else override.parameters
         description = description if override.description is None else override.description
     return Offer(
-        config.name, tool.name, _as_spec(name, description.strip(), schema, config.location), options
+        config.name, tool.name, _make_spec(name, description.strip(), schema, config.location), options
     )
 
 
@@ -98,13 +98,13 @@ def option_applies(option: bool | list[str], tool_name: str) -> bool:
     return tool_name in option if isinstance(option, list) else option
 
 
-def _as_spec(name: str, description: str, parameters: dict[str, Any], location: str) -> ToolSpec:
+def _make_spec(name: str, description: str, parameters: dict[str, Any], location: str) -> ToolSpec:
     """Return a validated spec. Drop `$schema`, which models do not need, unless the schema is invalid without it."""
     schema = {"type": "object", "properties": {}} | parameters
-    short = ToolSpec(name, description, {key: value for key, value in schema.items() if key != "$schema"})
+    lean_spec = ToolSpec(name, description, {key: value for key, value in schema.items() if key != "$schema"})
     with contextlib.suppress(ValueError):
-        check_schema(short, location)
-        return short
+        check_schema(lean_spec, location)
+        return lean_spec
     try:
         check_schema(spec := ToolSpec(name, description, schema), location)
     except ValueError as error:

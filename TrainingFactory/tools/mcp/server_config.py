@@ -38,7 +38,7 @@ UNUSED_KEYS = {"disabled", "enabled", "description", "icon", "icons", "name", "n
 KEY_ALIASES = {"serverUrl": "url", "transport": "type"}
 MIN_HIDDEN_CHARS = 4  # shorter values, such as true or 8080, are not hidden in errors
 MIN_SECRET_CHARS = 8  # shorter values would occur in tool results by chance
-_SECRET_NAME = re.compile(
+_SECRET_NAME_PATTERN = re.compile(
     r"key|token|secret|pass|pwd|auth(?!ors?(?![a-z]))|credential|cookie|dsn", re.IGNORECASE
 )
 _VARIABLE_PATTERN = re.compile(r"\$\{(?:env:)?([^}]*?)(?::-([^}]*))?\}")
@@ -125,14 +125,14 @@ class ServerConfig:
             # The program and, if it comes first, its script; other arguments may be secrets.
             script = [argument for argument in self.args[:1] if not argument.startswith("-")]
             return self.hide_secrets(" ".join(Path(argument).name for argument in (self.command, *script)))
-        url = urlsplit(self.url)
-        return self.hide_secrets(f"{url.scheme}://{url.netloc.rpartition('@')[2]}{url.path}")
+        parts = urlsplit(self.url)
+        return self.hide_secrets(f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}")
 
     def hide_secrets(self, text: str) -> str:
         """Redact the values of variables, environment and headers, and the password and query of the URL."""
-        url = urlsplit(self.url)
+        parts = urlsplit(self.url)
         hidden_values = {*self.variables.values(), *self.env.values(), *self.headers.values(), *self.secrets}
-        hidden_values |= {url.password or "", url.query}
+        hidden_values |= {parts.password or "", parts.query}
         long_values = [value for value in hidden_values if len(value) >= MIN_HIDDEN_CHARS]
         return redact(text, sorted(long_values, key=len, reverse=True))
 
@@ -177,14 +177,14 @@ def make_server_config(name: str, origin: str, folder: Path, raw_entry: Mapping[
         config = ServerConfig(
             name, origin, _get_transport(entry), settings=entry.tfactory, variables=variables
         )
-        fill = _make_filler(folder, variables)
+        fill_variables = _make_variable_filler(folder, variables)
         for key, value in (entry.env | entry.headers).items():
-            if _SECRET_NAME.search(key):
+            if _SECRET_NAME_PATTERN.search(key):
                 SECRET_VARIABLES.update(match[1] for match in _VARIABLE_PATTERN.finditer(str(value)))
         if config.transport == "stdio":
-            return replace(config, **_make_process_options(entry, folder, fill))
-        headers = {key: fill(str(value)) for key, value in entry.headers.items()}
-        return replace(config, url=_check_url(fill(entry.url)), headers=headers)
+            return replace(config, **_make_process_options(entry, folder, fill_variables))
+        headers = {key: fill_variables(str(value)) for key, value in entry.headers.items()}
+        return replace(config, url=_check_url(fill_variables(entry.url)), headers=headers)
     except ValueError as error:
         raise ValueError(f"{location}: {error}") from None
 
@@ -223,11 +223,11 @@ def _check_url(url: str) -> str:
     return url if url_parts.path else url_parts._replace(path="/mcp").geturl()
 
 
-def _make_process_options(entry: _Entry, folder: Path, fill: FillVariables) -> dict[str, Any]:
+def _make_process_options(entry: _Entry, folder: Path, fill_variables: FillVariables) -> dict[str, Any]:
     """Return command, args, env and cwd of the server's process."""
-    cwd = str(folder / Path(fill(entry.cwd)).expanduser()) if entry.cwd else None
-    env = {key: fill(str(value)) for key, value in entry.env.items()}
-    command = fill(entry.command)
+    cwd = str(folder / Path(fill_variables(entry.cwd)).expanduser()) if entry.cwd else None
+    env = {key: fill_variables(str(value)) for key, value in entry.env.items()}
+    command = fill_variables(entry.command)
     if "/" in command:
         # A relative path may start at cwd, at the folder of the config file, or at the current folder.
         candidates = (
@@ -248,11 +248,11 @@ def _make_process_options(entry: _Entry, folder: Path, fill: FillVariables) -> d
             return str(folder / text)
         return text
 
-    args = tuple(resolve_path(fill(str(text))) for text in entry.args)
+    args = tuple(resolve_path(fill_variables(str(text))) for text in entry.args)
     return {"command": os.path.abspath(program_path), "args": args, "env": env, "cwd": cwd}
 
 
-def _make_filler(folder: Path, variables: dict[str, str]) -> FillVariables:
+def _make_variable_filler(folder: Path, variables: dict[str, str]) -> FillVariables:
     """Return a function that replaces ${NAME} by the variable's value and records the value in `variables`."""
     workspace = folder.parent if folder.name in (".vscode", ".cursor") else folder
     predefined_values = {"workspaceFolder": str(workspace), "userHome": str(Path.home())}
@@ -277,7 +277,7 @@ def find_secrets(
     parts of URLs. The longest come first, because one may contain another."""
     variables, headers, texts = list(variables), list(headers), list(texts)
     headers += [value for _, value in iter_secrets(texts) if "://" not in value]
-    secrets = {value for name, value in variables if _SECRET_NAME.search(name)} | set(headers)
+    secrets = {value for name, value in variables if _SECRET_NAME_PATTERN.search(name)} | set(headers)
     secrets |= {value.split(" ", 1)[1] for value in headers if " " in value}  # Bearer x
     for text in (*texts, *(value for _, value in variables)):
         secrets |= _find_url_secrets(text)
@@ -290,5 +290,5 @@ def _find_url_secrets(text: str) -> set[str]:
     except ValueError:
         return set()
     password = url_parts.netloc.rpartition("@")[0].partition(":")[2]
-    query_secrets = {value for name, value in parse_qsl(url_parts.query) if _SECRET_NAME.search(name)}
+    query_secrets = {value for name, value in parse_qsl(url_parts.query) if _SECRET_NAME_PATTERN.search(name)}
     return {password, unquote(password)} | query_secrets

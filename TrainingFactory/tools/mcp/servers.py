@@ -41,14 +41,14 @@ class Server:
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
         self.offered_tools: list[OfferedTool] = []
-        self._removed_names: set[str] = set()
+        self._removed_tool_names: set[str] = set()
         self._start_slots = asyncio.Semaphore(MAX_CONCURRENT_STARTS)
-        self._tasks: set[asyncio.Task[Any]] = set()  # strong references: the event loop keeps only weak ones
+        self._background_tasks: set[asyncio.Task[Any]] = set()  # the event loop keeps only weak references
 
     async def connect(self) -> Connection:
         from TrainingFactory.tools.mcp.connection import Connection
 
-        connection = Connection(self.config, self._on_tools)
+        connection = Connection(self.config, self._on_tools_listed)
         async with self._start_slots:
             await connection.open()
         return connection
@@ -56,21 +56,21 @@ class Server:
     def start_task(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         """Start a background task; `close` waits for it."""
         task = asyncio.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._background_tasks.add(task)
+        task.add_done_callback(self._background_tasks.discard)
 
-    def _on_tools(self, tools: list[OfferedTool]) -> None:
+    def _on_tools_listed(self, tools: list[OfferedTool]) -> None:
         self.offered_tools = self.offered_tools or tools
         missing_names = {tool.name for tool in self.offered_tools} - {tool.name for tool in tools}
-        if missing_names != self._removed_names:
+        if missing_names != self._removed_tool_names:
             removed_list = escape_control(", ".join(sorted(missing_names))) or "none"
             text = "server %r changed its tools; this run keeps the tool list of its start (removed: %s)"
             log.warning(text, self.config.name, removed_list)
-        self._removed_names = missing_names
+        self._removed_tool_names = missing_names
 
     def make_removed_result(self, tool_name: str) -> ToolResult | None:
         """Return an error result if the server has removed the tool; None otherwise."""
-        if tool_name not in self._removed_names:
+        if tool_name not in self._removed_tool_names:
             return None
         text = f"server {self.config.name!r} no longer offers {tool_name}"
         return ToolResult(text, ok=False, error="exception")  # not "unavailable": the server is up
@@ -164,7 +164,7 @@ class SharedServer(Server):
             connections = [connection for link in self._connections if (connection := link.live_connection)]
             if not connections:
                 break
-            connection = min(connections, key=lambda connection: connection.num_in_flight)
+            connection = min(connections, key=lambda connection: connection.num_active_calls)
             try:
                 return self.make_removed_result(tool_name) or await connection.call(tool_name, arguments)
             except ServerDown as error:
@@ -176,7 +176,7 @@ class SharedServer(Server):
 
     async def close(self) -> None:
         await asyncio.gather(*(link.close() for link in self._connections))
-        await asyncio.gather(*self._tasks)
+        await asyncio.gather(*self._background_tasks)
 
 
 class EpisodeServer(Server):
@@ -214,7 +214,7 @@ class EpisodeServer(Server):
         self._spare_connections.clear()
         for connection in self._live_connections:
             self.release_connection(connection)
-        await asyncio.gather(*self._tasks)
+        await asyncio.gather(*self._background_tasks)
 
     def _start_spare_connections(self) -> None:
         while len(self._spare_connections) < self.config.settings.instances:

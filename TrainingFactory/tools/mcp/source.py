@@ -28,7 +28,7 @@ class MCPTools:
         self, servers: Sequence[ServerConfig], named: Mapping[str, Tool | ToolSource] | None = None
     ) -> None:
         self.configs = {config.name: config for config in servers}
-        self.named = dict(named or {})
+        self.named_tools = dict(named or {})
         self._offers: list[Offer] | None = None
         self._servers: dict[asyncio.AbstractEventLoop, dict[str, AnyServer]] = {}
 
@@ -55,7 +55,7 @@ class MCPTools:
         return [offer.spec for offer in self.offers]
 
     def __repr__(self) -> str:
-        return f"<MCPTools {', '.join([*self.configs, *self.named])}>"
+        return f"<MCPTools {', '.join([*self.configs, *self.named_tools])}>"
 
     async def __aenter__(self) -> MCPTools:
         await self.open()
@@ -76,7 +76,7 @@ class MCPTools:
                 session = self.session()
                 self._offers += [
                     Offer("", tool.spec.name, tool.spec, getattr(tool, "options", ToolOptions()))
-                    for tool in session.named
+                    for tool in session.named_tools
                 ]
                 await session.close()
         except BaseException:
@@ -104,7 +104,7 @@ class MCPTools:
         await asyncio.gather(*(resource.close() for resource in (*servers.values(), *self._list_sources())))
 
     def _list_sources(self) -> list[ToolSource]:
-        return [tool for tool in self.named.values() if isinstance(tool, ToolSource)]
+        return [tool for tool in self.named_tools.values() if isinstance(tool, ToolSource)]
 
     def session(self) -> MCPSession:
         return MCPSession(self)
@@ -129,9 +129,9 @@ class MCPSession:
         self._source = source
         self._episode_connections: dict[str, EpisodeConnection] = {}
         self._sessions = [tool_source.session() for tool_source in source._list_sources()]
-        self.named = [tool for tool in source.named.values() if not isinstance(tool, ToolSource)]
-        self.named += [tool for session in self._sessions for tool in session.tools]
-        self.tools = [*(MCPTool(offer, self) for offer in source.offers if offer.server_name), *self.named]
+        self.named_tools = [tool for tool in source.named_tools.values() if not isinstance(tool, ToolSource)]
+        self.named_tools += [tool for session in self._sessions for tool in session.tools]
+        self.tools = [MCPTool(offer, self) for offer in source.offers if offer.server_name] + self.named_tools
 
     def get_connection(self, server_name: str) -> SharedServer | EpisodeConnection:
         """Return the connection that carries this episode's calls to the server."""

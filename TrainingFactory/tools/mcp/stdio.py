@@ -44,20 +44,20 @@ async def open_stdio(config: ServerConfig, stderr_file: TextIO) -> AsyncIterator
         stderr=stderr_file,
         start_new_session=True,
     )
-    from_server, incoming = anyio.create_memory_object_stream[SessionMessage | Exception](0)
-    outgoing, to_server = anyio.create_memory_object_stream[SessionMessage](0)
-    may_end = anyio.Event()
+    incoming_sender, incoming_receiver = anyio.create_memory_object_stream[SessionMessage | Exception](0)
+    outgoing_sender, outgoing_receiver = anyio.create_memory_object_stream[SessionMessage](0)
+    may_close_stdin = anyio.Event()
     async with anyio.create_task_group() as task_group:
-        task_group.start_soon(_read_messages, process, from_server)
-        task_group.start_soon(_write_messages, process, to_server, from_server, may_end)
+        task_group.start_soon(_read_messages, process, incoming_sender)
+        task_group.start_soon(_write_messages, process, outgoing_receiver, incoming_sender, may_close_stdin)
         try:
-            yield incoming, outgoing
+            yield incoming_receiver, outgoing_sender
         finally:
-            incoming.close()
+            incoming_receiver.close()
             with anyio.CancelScope(shield=True):
-                await _end_process(process, outgoing, may_end)
+                await _end_process(process, outgoing_sender, may_close_stdin)
             task_group.cancel_scope.cancel()
-    for stream in (from_server, to_server):
+    for stream in (incoming_sender, outgoing_receiver):
         stream.close()
 
 
@@ -69,7 +69,7 @@ def _make_environment(config: ServerConfig) -> dict[str, str]:
     return env
 
 
-async def _read_messages(process: Process, from_server: Any) -> None:
+async def _read_messages(process: Process, incoming_sender: Any) -> None:
     assert process.stdout is not None
     splitter = LineSplitter()
     is_closed = False
@@ -77,12 +77,12 @@ async def _read_messages(process: Process, from_server: Any) -> None:
         async for chunk in process.stdout:
             for line in () if is_closed else splitter.feed(chunk):
                 try:
-                    await from_server.send(_parse_message(line))
+                    await incoming_sender.send(_parse_message(line))
                 except (anyio.ClosedResourceError, anyio.BrokenResourceError):
                     is_closed = True  # keep draining stdout: a process blocked on a full pipe would not exit
     except (anyio.ClosedResourceError, anyio.BrokenResourceError, OSError):
         pass
-    from_server.close()
+    incoming_sender.close()
 
 
 def _parse_message(line: bytes | JSONRPCError) -> SessionMessage | Exception:
@@ -95,25 +95,25 @@ def _parse_message(line: bytes | JSONRPCError) -> SessionMessage | Exception:
         return error
 
 
-async def _write_messages(process: Process, to_server: Any, from_server: Any, may_end: anyio.Event) -> None:
+async def _write_messages(process: Process, messages: Any, inbox_sender: Any, may_close: anyio.Event) -> None:
     assert process.stdin is not None
     try:
-        async for session_message in to_server:
+        async for session_message in messages:
             line = session_message.message.model_dump_json(by_alias=True, exclude_unset=True)
             await process.stdin.send(line.encode(errors="replace") + b"\n")
     except (anyio.ClosedResourceError, anyio.BrokenResourceError, OSError):
-        from_server.close()  # no answers will come
+        inbox_sender.close()  # no answers will come
     # Closing stdin ends the process, after which its descendants could no longer be listed.
-    await may_end.wait()
+    await may_close.wait()
     with contextlib.suppress(anyio.BrokenResourceError, OSError):
         await process.stdin.aclose()
 
 
-async def _end_process(process: Process, outgoing: Any, may_end: anyio.Event) -> None:
+async def _end_process(process: Process, outgoing_sender: Any, may_close_stdin: anyio.Event) -> None:
     """Close stdin, then send SIGTERM, then SIGKILL. Also kill descendants outside the process group (browsers)."""
     descendant_processes = await asyncio.to_thread(find_offspring, process.pid)
-    may_end.set()
-    outgoing.close()  # `_write_messages` closes stdin after the last message
+    may_close_stdin.set()
+    outgoing_sender.close()  # `_write_messages` closes stdin after the last message
     for signal_number in (None, signal.SIGTERM, signal.SIGKILL):
         if signal_number is not None:
             signal_group(process.pid, signal_number)
@@ -164,40 +164,40 @@ class ServerOutput:
 
     def __init__(self) -> None:
         self._stderr = b""
-        self._num_invalid, self._example = 0, ""
+        self._num_bad_lines, self._bad_line = 0, ""
 
     def count_invalid_line(self, error: ValidationError) -> None:
         """Count a line on stdout that is not a message."""
-        self._num_invalid += 1
+        self._num_bad_lines += 1
         line = error.errors(include_url=False, include_context=False)[0].get("input")
-        self._example = self._example or str(line)[:80]
+        self._bad_line = self._bad_line or str(line)[:80]
 
     def quote_output(self) -> str:
         """Return this output as details for an error message; empty if there are none."""
         details = ""
-        if self._num_invalid:
-            details = f"; {self._num_invalid} lines on stdout are not MCP messages, e.g. {self._example!r}"
+        if self._num_bad_lines:
+            details = f"; {self._num_bad_lines} lines on stdout are not MCP messages, e.g. {self._bad_line!r}"
         return details + quote_stderr(self._stderr)
 
     @contextlib.contextmanager
     def open_stderr(self) -> Iterator[TextIO]:
         """Yield a file to which the process writes its stderr. The running event loop reads from it."""
         loop = asyncio.get_running_loop()
-        reader, writer = os.pipe()
-        os.set_blocking(reader, False)
+        read_fd, write_fd = os.pipe()
+        os.set_blocking(read_fd, False)
 
         def read_chunk() -> None:
             with contextlib.suppress(BlockingIOError):
-                chunk = os.read(reader, 65536)
+                chunk = os.read(read_fd, 65536)
                 self._stderr = (self._stderr + chunk)[-MAX_STDERR_BYTES:]
                 if not chunk:
-                    loop.remove_reader(reader)
+                    loop.remove_reader(read_fd)
 
-        loop.add_reader(reader, read_chunk)
+        loop.add_reader(read_fd, read_chunk)
         try:
-            with os.fdopen(writer, "w") as file:
+            with os.fdopen(write_fd, "w") as file:
                 yield file
         finally:
             read_chunk()  # the last output is the most informative
-            loop.remove_reader(reader)
-            os.close(reader)
+            loop.remove_reader(read_fd)
+            os.close(read_fd)

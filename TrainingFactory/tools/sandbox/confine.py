@@ -15,7 +15,7 @@ import sys
 from glob import glob
 from typing import Any
 
-from syscalls import ALLOWED_CALLS, ARCHITECTURES, CONDITIONAL_CALLS, PRETENDED_CALLS, parse_numbers
+from syscalls import ALLOWED_CALLS, ARCHITECTURES, CONDITIONAL_CALLS, PRETENDED_CALLS, parse_call_numbers
 
 libc = ctypes.CDLL(None, use_errno=True)
 BYTES_PER_MIB = 2**20
@@ -51,7 +51,7 @@ def confine(settings: dict[str, Any]) -> dict[str, Any]:
 
     folder, disk_mb = settings["folder"], settings["disk_mb"]
     set_limits(settings)
-    is_private = bool(apply_layer(namespaces, disk_mb, folder)) if sys.platform == "linux" else False
+    has_netns = bool(apply_layer(namespaces, disk_mb, folder)) if sys.platform == "linux" else False
     os.chdir(folder)
     abi_version = apply_layer(landlock, folder, settings["readable"])
     drop_capabilities()
@@ -59,13 +59,13 @@ def confine(settings: dict[str, Any]) -> dict[str, Any]:
         apply_layer(no_new_processes)
     has_filter = apply_layer(seccomp, settings["threads"])
     report["files"] = f"Landlock (version {abi_version})" if abi_version else None
-    layers = [name for name, is_on in (("seccomp", has_filter), ("network namespace", is_private)) if is_on]
+    layers = [name for name, is_on in (("seccomp", has_filter), ("network namespace", has_netns)) if is_on]
     report["network"] = " and ".join(layers) or None
     fallback = "RLIMIT_NPROC" if not settings["threads"] and os.getuid() != 0 else None
     report["processes"] = "seccomp" if has_filter else fallback  # root is exempt from the limit
     report["signals"] = "seccomp" if has_filter else None
     report["memory"] = f"{settings['memory_mb']} MiB of address space (RLIMIT_AS)"
-    report["disk"] = f"{disk_mb} MiB in all (tmpfs)" if is_private else f"{disk_mb} MiB a file (RLIMIT_FSIZE)"
+    report["disk"] = f"{disk_mb} MiB in all (tmpfs)" if has_netns else f"{disk_mb} MiB a file (RLIMIT_FSIZE)"
     return report
 
 
@@ -77,13 +77,13 @@ def set_limits(settings: dict[str, Any]) -> None:
         resource.RLIMIT_NOFILE: 64,
         resource.RLIMIT_CORE: 0,
     }
-    for name, soft_limit in soft_limits.items():
+    for resource_id, soft_limit in soft_limits.items():
         # For CPU time, the soft limit sends SIGXCPU one second before the hard limit kills the process.
-        hard_limit = soft_limit + 1 if name == resource.RLIMIT_CPU else soft_limit
-        old_limit = resource.getrlimit(name)[1]
-        hard_limit = hard_limit if old_limit == resource.RLIM_INFINITY else min(hard_limit, old_limit)
+        hard_limit = soft_limit + 1 if resource_id == resource.RLIMIT_CPU else soft_limit
+        max_limit = resource.getrlimit(resource_id)[1]
+        hard_limit = hard_limit if max_limit == resource.RLIM_INFINITY else min(hard_limit, max_limit)
         with contextlib.suppress(ValueError, OSError):  # macOS has no limit of the address space
-            resource.setrlimit(name, (min(soft_limit, hard_limit), hard_limit))
+            resource.setrlimit(resource_id, (min(soft_limit, hard_limit), hard_limit))
 
 
 def no_new_processes() -> None:
@@ -118,8 +118,8 @@ def drop_capabilities() -> None:
 
 
 def landlock(folder: str, readable_paths: list[str], allow_programs: bool = False) -> int:
-    """Restrict file access to the folder, and to reading Python and the system libraries. With `programs`, also allow
-    to run programs and to use the network. Return the ABI version."""
+    """Restrict file access to the folder, and to reading Python and the system libraries. With `allow_programs`, also
+    allow to run programs and to use the network. Return the ABI version."""
     if sys.platform != "linux":
         raise LayerUnavailable(f"{sys.platform} has no Landlock")
     abi_version = libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), 1)
@@ -129,33 +129,33 @@ def landlock(folder: str, readable_paths: list[str], allow_programs: bool = Fals
     # files; TCP (ABI 4); abstract sockets and signals (ABI 6)
     ruleset_fields = struct.pack("=QQQ", all_rights, 0 if allow_programs else 3, 3)
     num_bytes = 8 if abi_version < 4 else 16 if abi_version < 6 else 24
-    ruleset = _check_result(libc.syscall(CREATE_RULESET, ruleset_fields, ctypes.c_size_t(num_bytes), 0))
+    ruleset_fd = _check_result(libc.syscall(CREATE_RULESET, ruleset_fields, ctypes.c_size_t(num_bytes), 0))
 
     def allow(path: str, rights_mask: int) -> None:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            path_fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
             if not os.path.isdir(path):
                 rights_mask &= EXECUTE | WRITE_FILE | READ_FILE
-            rule = struct.pack("=Qi", rights_mask & all_rights, descriptor)
-            _check_result(libc.syscall(ADD_RULE, ruleset, 1, rule, 0))
-            os.close(descriptor)
+            rule = struct.pack("=Qi", rights_mask & all_rights, path_fd)
+            _check_result(libc.syscall(ADD_RULE, ruleset_fd, 1, rule, 0))
+            os.close(path_fd)
 
     execute_right = EXECUTE if allow_programs else 0
     allow(folder, all_rights if allow_programs else all_rights & ~(EXECUTE | SPECIAL_FILES))
     allow("/dev/null", READ_FILE | WRITE_FILE)
-    for path in ("/dev/zero", "/dev/urandom", "/etc/ld.so.cache", "/usr/share/zoneinfo", *_python_files()):
+    for path in ("/dev/zero", "/dev/urandom", "/etc/ld.so.cache", "/usr/share/zoneinfo", *_list_stdlib()):
         allow(path, READ_FILE | READ_DIR)
     for path in ("/lib", "/lib64", "/usr/lib", "/usr/lib64", *readable_paths):
         allow(path, READ_FILE | READ_DIR | execute_right)
     for path in sys.path:
         allow(path, READ_DIR)  # the import system lists these folders
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    _check_result(libc.syscall(RESTRICT_SELF, ruleset, 0))
-    os.close(ruleset)
+    _check_result(libc.syscall(RESTRICT_SELF, ruleset_fd, 0))
+    os.close(ruleset_fd)
     return abi_version
 
 
-def _python_files() -> list[str]:
+def _list_stdlib() -> list[str]:
     """Return the paths of the standard library, without installed packages, and of the shared libraries next to it."""
     library_folder = os.path.dirname(os.__file__)
     entries = set(os.listdir(library_folder)) - {"site-packages", "dist-packages"}
@@ -173,8 +173,8 @@ def seccomp(allow_threads: bool) -> bool:
     if sys.platform != "linux" or machine not in ARCHITECTURES or sys.maxsize < 2**32:
         raise LayerUnavailable(f"there is no system-call filter for {sys.platform} on {machine}")
     program = make_filter_program(machine, os.getpid(), allow_threads)
-    code = b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
-    buffer = ctypes.create_string_buffer(code, len(code))
+    bytecode = b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
+    buffer = ctypes.create_string_buffer(bytecode, len(bytecode))
     header = struct.pack("@HxxxxxxQ", len(program), ctypes.addressof(buffer))
     _check_result(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     _check_result(libc.prctl(PR_SET_SECCOMP, 2, header, 0, 0))
@@ -188,11 +188,11 @@ def make_filter_program(machine: str, pid: int, allow_threads: bool) -> list[Ins
     def add_block(system_call: int, *body: Instruction) -> None:
         program.extend([(EQUAL, 0, len(body), system_call), *body])
 
-    for call_number in parse_numbers(ALLOWED_CALLS, machine).values():
+    for call_number in parse_call_numbers(ALLOWED_CALLS, machine).values():
         add_block(call_number, _verdict(ALLOW))
-    for call_number in parse_numbers(PRETENDED_CALLS, machine).values():
+    for call_number in parse_call_numbers(PRETENDED_CALLS, machine).values():
         add_block(call_number, _verdict(ERRNO))  # errno 0 means success
-    for name, call_number in parse_numbers(CONDITIONAL_CALLS, machine).items():
+    for name, call_number in parse_call_numbers(CONDITIONAL_CALLS, machine).items():
         add_block(call_number, *_make_rule(name, pid, allow_threads))
     return [*program, _verdict(ERRNO | errno.EPERM)]
 
@@ -200,17 +200,17 @@ def make_filter_program(machine: str, pid: int, allow_threads: bool) -> list[Ins
 def _make_rule(name: str, pid: int, allow_threads: bool) -> list[Instruction]:
     deny = _verdict(ERRNO | errno.EPERM)
     if name in ("open", "openat"):  # deny O_TRUNC with O_RDONLY, which early Landlock versions allow
-        flags = _load_argument(1 if name == "open" else 2)
-        mask = (AND, 0, 0, os.O_TRUNC | os.O_ACCMODE)
-        return [flags, mask, (EQUAL, 0, 1, os.O_TRUNC), deny, _verdict(ALLOW)]
+        load_flags = _load_argument(1 if name == "open" else 2)
+        apply_mask = (AND, 0, 0, os.O_TRUNC | os.O_ACCMODE)
+        return [load_flags, apply_mask, (EQUAL, 0, 1, os.O_TRUNC), deny, _verdict(ALLOW)]
     if name == "fcntl":  # without signal owners and leases
         return _allow_values(_load_argument(1), [*range(8), 36, 37, 38, 1030, 1031, 1032], deny)
     if name == "ioctl":  # the requests of Python's io for files and pipes
         allowed_requests = [0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451]
         return _allow_values(_load_argument(1), allowed_requests, _verdict(ERRNO | errno.ENOTTY))
     if name == "socketpair":  # asyncio needs one; a stream socket cannot be reconnected to another address
-        check_family = [_load_argument(0), (EQUAL, 1, 0, 1), deny]
-        return [*check_family, _load_argument(1), (AND, 0, 0, 0xF), (EQUAL, 0, 1, 1), _verdict(ALLOW), deny]
+        family_check = [_load_argument(0), (EQUAL, 1, 0, 1), deny]
+        return [*family_check, _load_argument(1), (AND, 0, 0, 0xF), (EQUAL, 0, 1, 1), _verdict(ALLOW), deny]
     if name in ("kill", "tgkill", "prlimit64"):
         return _allow_values(_load_argument(0), [0 if name == "prlimit64" else pid], deny)
     if name == "clone" and allow_threads:

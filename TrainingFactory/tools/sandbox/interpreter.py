@@ -27,23 +27,23 @@ class CappedOutput:
     """Output of unlimited length of which only `max_bytes` bytes are kept: the beginning and the end."""
 
     def __init__(self, max_bytes: int) -> None:
-        self.max_bytes, self.head_bytes = max_bytes, max_bytes * 3 // 4
+        self.max_bytes, self.max_head_bytes = max_bytes, max_bytes * 3 // 4
         self.clear()
 
     def clear(self) -> None:
-        self.buffer, self.cut_bytes = bytearray(), 0
+        self.buffer, self.num_cut_bytes = bytearray(), 0
 
     def write(self, data: Any) -> int:
         data = bytes(data)
         self.buffer += data
         num_excess_bytes = max(len(self.buffer) - self.max_bytes, 0)
-        del self.buffer[self.head_bytes : self.head_bytes + num_excess_bytes]
-        self.cut_bytes += num_excess_bytes
+        del self.buffer[self.max_head_bytes : self.max_head_bytes + num_excess_bytes]
+        self.num_cut_bytes += num_excess_bytes
         return len(data)
 
     def get_text(self) -> str:
-        marker = f"\n[... {self.cut_bytes} bytes cut ...]\n".encode() if self.cut_bytes else b""
-        output = self.buffer[: self.head_bytes] + marker + self.buffer[self.head_bytes :]
+        marker = f"\n[... {self.num_cut_bytes} bytes cut ...]\n".encode() if self.num_cut_bytes else b""
+        output = self.buffer[: self.max_head_bytes] + marker + self.buffer[self.max_head_bytes :]
         return output.decode("utf-8", errors="replace")
 
 
@@ -63,10 +63,10 @@ class OutputStream(io.RawIOBase):
 class Interpreter:
     """The Python session of one episode, with its variables in a module called __main__."""
 
-    def __init__(self, max_output_bytes: int, stray_descriptor: int) -> None:
+    def __init__(self, max_output_bytes: int, stray_output_fd: int) -> None:
         self.output = CappedOutput(max_output_bytes)
         self.max_bytes = max_output_bytes
-        self.stray_descriptor = stray_descriptor  # to read what code writes to descriptors 1 and 2
+        self.stray_output_fd = stray_output_fd  # to read what code writes to descriptors 1 and 2
         self.module = ModuleType("__main__")
         self.module.__dict__["__builtins__"] = builtins
         sys.modules["__main__"] = self.module
@@ -107,8 +107,8 @@ class Interpreter:
     def _format_error(self, error: BaseException) -> str:
         try:
             if isinstance(error, SystemExit):
-                code = str(error.code)[:MAX_TRACEBACK_CHARS]
-                return f"SystemExit: {code} (ignored; the interpreter keeps running)"
+                exit_code = str(error.code)[:MAX_TRACEBACK_CHARS]
+                return f"SystemExit: {exit_code} (ignored; the interpreter keeps running)"
             trace = error.__traceback__
             while trace is not None and not trace.tb_frame.f_code.co_filename.startswith("<call "):
                 trace = trace.tb_next  # skip the frames of this module
@@ -125,7 +125,7 @@ class Interpreter:
         except BaseException:  # the code closed or replaced it
             error = error or "the output could not be read: sys.stdout was closed or replaced"
         with contextlib.suppress(OSError):  # the pipe is empty
-            self.output.write(os.read(self.stray_descriptor, 65536))
+            self.output.write(os.read(self.stray_output_fd, 65536))
         answer = {"text": self.output.get_text(), "error": error, "spent": False}
         if self.memory_reserve is None:
             answer["spent"] = not self._recover_memory()
@@ -145,13 +145,13 @@ class Interpreter:
 
 def divert_output() -> int:
     """Redirect descriptors 1 and 2 to a pipe, and return its read end."""
-    read_descriptor, write_descriptor = os.pipe()
-    os.set_blocking(read_descriptor, False)
-    os.set_blocking(write_descriptor, False)  # a full pipe raises an error in the code instead of blocking
-    os.dup2(write_descriptor, 1)
-    os.dup2(write_descriptor, 2)
-    os.close(write_descriptor)
-    return read_descriptor
+    read_fd, write_fd = os.pipe()
+    os.set_blocking(read_fd, False)
+    os.set_blocking(write_fd, False)  # a full pipe raises an error in the code instead of blocking
+    os.dup2(write_fd, 1)
+    os.dup2(write_fd, 2)
+    os.close(write_fd)
+    return read_fd
 
 
 def start(settings: dict[str, Any]) -> Callable[[dict[str, str]], dict[str, Any]]:
@@ -159,10 +159,10 @@ def start(settings: dict[str, Any]) -> Callable[[dict[str, str]], dict[str, Any]
     del sys.path[0]  # this folder
     sys.path += settings["readable"]
     sys.dont_write_bytecode = True
-    stray_descriptor = divert_output()
+    stray_output_fd = divert_output()
     report = confine(settings)
     sys.path.insert(0, "")
     for name in ("interpreter", "confine", "syscalls"):
         del sys.modules[name]
-    interpreter = Interpreter(settings["max_output"], stray_descriptor)
+    interpreter = Interpreter(settings["max_output"], stray_output_fd)
     return lambda message: interpreter.run(message["code"]) if "code" in message else report

@@ -26,7 +26,7 @@ SYSTEM_PATHS = [
     "/dev/random",
     "/dev/zero",
 ]
-UNRESTRICTED = "unrestricted:"
+WARNING_PREFIX = "unrestricted:"
 PROC_FILES = "self cpuinfo filesystems loadavg meminfo stat sys uptime version".split()
 
 
@@ -36,7 +36,7 @@ def main() -> None:
     try:
         landlock(settings["folder"], readable_paths, allow_programs=True)
     except (LayerUnavailable, OSError) as error:
-        print(f"{UNRESTRICTED} {error}", file=sys.stderr, flush=True)
+        print(f"{WARNING_PREFIX} {error}", file=sys.stderr, flush=True)
     try:
         os.execvp(command[0], command)
     except OSError as error:

@@ -32,9 +32,9 @@ log = logging.getLogger(__name__)
 START_SECONDS = 60.0  # usually a few hundredths of a second; long, for loaded machines
 # The executor's time-out exceeds the interpreter's by this, so that the interpreter's comes first: endless code is an
 # error of the model, a time-out of the executor is not.
-EXTRA_SECONDS = START_SECONDS + 30.0
+EXTRA_TIMEOUT_SECONDS = START_SECONDS + 30.0
 BYTES_PER_CHAR = 6  # in an answer: a byte may become "\\ufffd"
-EXTRA_BYTES = 2**16  # bytes of an answer for the error and the isolation report
+EXTRA_ANSWER_BYTES = 2**16  # bytes of an answer for the error and the isolation report
 HALF_OF_MEMORY_MB = psutil.virtual_memory().total // 2**21  # MiB
 START_ERRORS = (WorkerDied, WorkerError, WorkerTooSlow, OSError)
 START_FAILED_TEXT = "cannot start the interpreter of the python tool: %s"
@@ -105,7 +105,7 @@ class PythonTool:
     ) -> None:
         self.timeout = timeout
         self.idle_memory_mb = idle_memory_mb or HALF_OF_MEMORY_MB
-        self._idle_bytes: weakref.WeakKeyDictionary[PythonSession, int] = weakref.WeakKeyDictionary()
+        self._idle_memory_bytes: weakref.WeakKeyDictionary[PythonSession, int] = weakref.WeakKeyDictionary()
         self.allow_unsafe = allow_unsafe
         folders = _find_package_folders(name, packages)
         self.limits = ProcessLimits(memory_mb, disk_mb, cpu_seconds, max_output_chars, threads, folders)
@@ -115,7 +115,7 @@ class PythonTool:
         # Results depend on the Python version, the limits and the packages.
         version = digest(sys.version, repr(self.limits), f"{timeout:g}")
         self.options = ToolOptions(  # ordered, because calls share variables
-            timeout=timeout + EXTRA_SECONDS,
+            timeout=timeout + EXTRA_TIMEOUT_SECONDS,
             ordered=True,
             stateful=stateful,
             concurrency=max_processes,
@@ -135,14 +135,14 @@ class PythonTool:
     def set_idle_memory(self, session: PythonSession, memory_bytes: int | None) -> None:
         """Record the memory of an idle session in bytes (None: it is not idle). While all idle sessions together exceed
         `idle_memory_mb`, stop the largest one."""
-        self._idle_bytes.pop(session, None)
+        self._idle_memory_bytes.pop(session, None)
         if memory_bytes is not None:
-            self._idle_bytes[session] = memory_bytes
-        while sum(self._idle_bytes.values()) > self.idle_memory_mb * 2**20:
-            largest = max(self._idle_bytes, key=self._idle_bytes.__getitem__)
-            del self._idle_bytes[largest]
-            limit = f"{self.idle_memory_mb} MiB of memory"
-            largest.stop(f"was stopped, because the idle interpreters of all episodes used over {limit}")
+            self._idle_memory_bytes[session] = memory_bytes
+        while sum(self._idle_memory_bytes.values()) > self.idle_memory_mb * 2**20:
+            largest_session = max(self._idle_memory_bytes, key=self._idle_memory_bytes.__getitem__)
+            del self._idle_memory_bytes[largest_session]
+            reason = f"the idle interpreters of all episodes used over {self.idle_memory_mb} MiB of memory"
+            largest_session.stop(f"was stopped, because {reason}")
 
     async def open(self) -> None:
         """Do nothing: every session starts its own process."""
@@ -156,7 +156,7 @@ class PythonSession:
     def __init__(self, source: PythonTool) -> None:
         self.source = source
         self.spec, self.options = source.spec, source.options
-        self._process: _Process | None = None
+        self._process: _InterpreterProcess | None = None
         self._end_reason = ""  # why the process ended
         self._is_closed = False
         self._lock = asyncio.Lock()
@@ -183,17 +183,17 @@ class PythonSession:
             self.source.set_idle_memory(self, process.memory_bytes)
             return result
 
-    async def _start_process(self) -> _Process:
+    async def _start_process(self) -> _InterpreterProcess:
         if self._is_closed:
             raise WorkerDied("was closed")
-        self._process = process = _Process(self.source.limits)
+        self._process = process = _InterpreterProcess(self.source.limits)
         isolation = await process.fetch_isolation()
         if not self.source.allow_unsafe and isolation.unenforced:
             process.kill()
             raise WorkerDied("has lost its isolation: " + "; ".join(isolation.missing))
         return process
 
-    async def _run_code(self, process: _Process, code: str, note: str) -> ToolResult:
+    async def _run_code(self, process: _InterpreterProcess, code: str, note: str) -> ToolResult:
         self._end_reason = "was stopped"  # if this call is cancelled
         try:
             answer = await process.ask({"code": code}, self.source.timeout)
@@ -211,8 +211,8 @@ class PythonSession:
             process.kill()
             self._end_reason = "ran out of memory"
             text += f"\nAll of its {self.source.limits.memory_mb} MiB of memory are in use. {STATE_LOST_TEXT}"
-        is_failed = bool(answer.get("error"))
-        return ToolResult(text, ok=not is_failed, error="exception" if is_failed else None)
+        has_failed = bool(answer.get("error"))
+        return ToolResult(text, ok=not has_failed, error="exception" if has_failed else None)
 
     def stop(self, reason: str) -> None:
         """Kill the idle process; `reason` is shown to the model at the next call."""
@@ -227,7 +227,7 @@ class PythonSession:
             await self._process.close()
 
 
-class _Process(Worker):
+class _InterpreterProcess(Worker):
     """A sandboxed interpreter process and its working folder. Not restartable."""
 
     def __init__(self, limits: ProcessLimits) -> None:
@@ -244,7 +244,7 @@ class _Process(Worker):
             start_seconds=START_SECONDS,
             sys_path=[str(Path(__file__).parent)],
             flags=["-s", "-S", "-X", "utf8"],
-            max_bytes=BYTES_PER_CHAR * limits.max_output + EXTRA_BYTES,
+            max_bytes=BYTES_PER_CHAR * limits.max_output + EXTRA_ANSWER_BYTES,
             env=environment,
             cwd=folder,
             stderr=subprocess.DEVNULL,
@@ -277,7 +277,7 @@ def probe_isolation(limits: ProcessLimits) -> Isolation:
     """Start a process with these limits and return the isolation that this machine enforces."""
 
     async def probe() -> Isolation:
-        process = _Process(limits)
+        process = _InterpreterProcess(limits)
         try:
             return await process.fetch_isolation()
         finally:

@@ -61,7 +61,7 @@ prlimit64 302 261, clone 56 220, clone3 435 435
 ARCHITECTURES = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}  # column, AUDIT_ARCH
 
 
-def parse_numbers(table: str, machine: str) -> dict[str, int]:
+def parse_call_numbers(table: str, machine: str) -> dict[str, int]:
     column, _ = ARCHITECTURES[machine]
     rows = [row_text.split() for row_text in table.replace("\n", ",").split(",") if row_text.strip()]
     return {row[0]: int(row[column]) for row in rows if row[column] != "-"}

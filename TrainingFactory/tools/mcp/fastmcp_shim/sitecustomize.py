@@ -44,5 +44,5 @@ def make_fastmcp(base_class):
 sys.meta_path.insert(0, FastMCPFinder())
 # Also run the environment's own sitecustomize, if there is one: this file hides it.
 other_folders = [folder for folder in sys.path if folder != __file__.rpartition("/")[0]]
-if (hidden := PathFinder.find_spec("sitecustomize", other_folders)) is not None and hidden.loader is not None:
-    hidden.loader.exec_module(importlib.util.module_from_spec(hidden))
+if (spec := PathFinder.find_spec("sitecustomize", other_folders)) is not None and spec.loader is not None:
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
