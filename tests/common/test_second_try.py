@@ -1,5 +1,6 @@
 """The second try of `make test` for tests that failed beside others."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,10 @@ def test_late(value):
     assert not first
 """
 WRONG = "\ndef test_wrong():\n    assert 1 == 2\n"
+ONLY_XDIST = {
+    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    "PYTEST_PLUGINS": "xdist.plugin",
+}  # other plugins take seconds
 MANY = "\n@pytest.mark.parametrize('which', range(6))\ndef test_many(which):\n    assert False\n"
 
 
@@ -31,7 +36,7 @@ def suite(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
     options = ["-p", "tests.kits.second_try", "-p", "no:cacheprovider", "--dist", "loadgroup", "-n", "2"]
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "--rootdir", str(folder), *options, str(folder)],
-        capture_output=True, text=True, cwd=ROOT, check=False,
+        capture_output=True, text=True, cwd=ROOT, check=False, env={**os.environ, **ONLY_XDIST},
     )  # fmt: skip
 
 
