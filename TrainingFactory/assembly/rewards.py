@@ -36,7 +36,7 @@ PARTS: dict[type, Callable[[Any], list[Any]]] = {
     Combined: lambda reward: list(reward.rewards.values()),
     ProcessReward: lambda reward: [reward.outcome, *filter(None, [reward.pool])],
     RewardWorkerPool: lambda reward: [worker.model for worker in reward.workers],
-    RewardProcess: lambda reward: [reward.adapted],
+    RewardProcess: lambda reward: [reward.adapted_reward],
 }
 OWN_REWARD_TEXT = "the environment's own reward"
 # reward.type -> the option that identifies a reward of this type

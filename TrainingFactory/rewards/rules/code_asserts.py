@@ -58,7 +58,7 @@ class SplitTest:
 
     script: str  # computes the values and appends their literals to `_found`
     conditions: Sequence[Condition]  # the condition on each value
-    num_chars: int = 0  # at most that many in the expected values: those of the test outside the script
+    max_chars: int = 0  # limit of the expected values' length: the test's characters outside the script
 
     def accepts(self, output: str) -> bool:
         """Return whether the values, formatted as a list literal, meet the conditions."""
@@ -96,7 +96,7 @@ class _NotSplittable(Exception):
 def _inline_checks(tree: ast.Module) -> Iterator[ast.stmt]:
     """Yield the statements of a test; a call `check(double)` is inlined as `candidate = double` and the body."""
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-    checks = {function.name: function for function in functions if _is_check(function)}
+    checks = {function.name: function for function in functions if _is_check_function(function)}
     for statement in tree.body:
         match statement:
             case ast.FunctionDef(name) if name in checks:
@@ -104,7 +104,9 @@ def _inline_checks(tree: ast.Module) -> Iterator[ast.stmt]:
             case ast.Expr(ast.Call(ast.Name(name), [ast.expr() as argument], [])) if name in checks:
                 [parameter] = checks[name].args.args
                 argument_names = {parameter.arg, *(node.id for node in _get_names(argument))}
-                if isinstance(argument, ast.Starred) or argument_names & set(_bound_names(checks[name].body)):
+                if isinstance(argument, ast.Starred) or argument_names & set(
+                    _find_bound_names(checks[name].body)
+                ):
                     raise _NotSplittable
                 yield ast.Assign([ast.Name(parameter.arg, ast.Store())], argument)
                 yield from checks[name].body
@@ -116,7 +118,7 @@ def _inline_checks(tree: ast.Module) -> Iterator[ast.stmt]:
                 yield statement
 
 
-def _is_check(function: ast.FunctionDef) -> bool:
+def _is_check_function(function: ast.FunctionDef) -> bool:
     """Return whether the function only tests its one argument, so that its body can be inlined."""
     return (
         any(isinstance(node, ast.Assert) for node in function.body)
@@ -133,8 +135,10 @@ class _Splitter:
     def __init__(self, statements: Sequence[ast.stmt]) -> None:
         self.statements = statements
         self.conditions: list[Condition] = []  # on the values, in order
-        num_bindings = Counter(_bound_names(statements))
-        assignments = [pair for pair in map(_assignment, statements) if pair and num_bindings[pair[0]] == 1]
+        num_bindings = Counter(_find_bound_names(statements))
+        assignments = [
+            pair for pair in map(_read_assignment, statements) if pair and num_bindings[pair[0]] == 1
+        ]
         # Names that the test binds, except to objects of the code: results of their calls could be guessed.
         self.local_names = set(num_bindings)
         self.local_names -= {name for name, value in assignments if self._is_tested_code(value)}
@@ -144,18 +148,22 @@ class _Splitter:
         name_counts.subtract(_find_compared_names(statements))
         self.constants: dict[str, Any] = {}
         for name, value in assignments:
-            if (literal := self.read_literal(value)) and (_frozen(literal[0]) or not name_counts[name]):
+            if (literal := self.read_literal(value)) and (_is_frozen(literal[0]) or not name_counts[name]):
                 self.constants[name] = literal[0]
 
     def split(self) -> list[ast.stmt]:
         """Return the statements that the sandbox runs, and fill `conditions`."""
         nodes = [node for statement in self.statements for node in self._rewrite_statement(statement)]
-        used_names = {name.id for node in nodes if self._constant(node) is None for name in _get_names(node)}
-        return [node for node in nodes if (name := self._constant(node)) is None or name in used_names]
+        used_names = {
+            name.id for node in nodes if self._get_literal_name(node) is None for name in _get_names(node)
+        }
+        return [
+            node for node in nodes if (name := self._get_literal_name(node)) is None or name in used_names
+        ]
 
-    def _constant(self, statement: ast.stmt) -> str | None:
+    def _get_literal_name(self, statement: ast.stmt) -> str | None:
         """Return the name that a statement binds to a literal, which the tested code must not see; else None."""
-        assignment = _assignment(statement)
+        assignment = _read_assignment(statement)
         return assignment[0] if assignment is not None and assignment[0] in self.constants else None
 
     def _rewrite_statement(self, statement: ast.stmt) -> Iterator[ast.stmt]:
@@ -254,7 +262,7 @@ class _Splitter:
         )
 
 
-def _assignment(statement: ast.stmt) -> tuple[str, ast.expr] | None:
+def _read_assignment(statement: ast.stmt) -> tuple[str, ast.expr] | None:
     """Return the name and the value of a statement `name = value`; None for other statements."""
     match statement:
         case ast.Assign([ast.Name(name)], value):
@@ -262,7 +270,7 @@ def _assignment(statement: ast.stmt) -> tuple[str, ast.expr] | None:
     return None
 
 
-def _bound_names(statements: Sequence[ast.stmt]) -> Iterator[str]:
+def _find_bound_names(statements: Sequence[ast.stmt]) -> Iterator[str]:
     """Yield the names that the statements bind, once per binding."""
     for node in (node for statement in statements for node in ast.walk(statement)):
         match node:
@@ -286,9 +294,11 @@ def _get_names(root: ast.AST, context: type[ast.expr_context] = ast.expr_context
     return (node for node in ast.walk(root) if isinstance(node, ast.Name) and isinstance(node.ctx, context))
 
 
-def _frozen(value: Any) -> bool:
+def _is_frozen(value: Any) -> bool:
     """Return whether the value is immutable."""
-    return all(map(_frozen, value)) if isinstance(value, tuple) else not isinstance(value, list | dict | set)
+    return (
+        all(map(_is_frozen, value)) if isinstance(value, tuple) else not isinstance(value, list | dict | set)
+    )
 
 
 def _get_called_name(node: ast.AST) -> str | None:
