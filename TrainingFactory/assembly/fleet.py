@@ -35,7 +35,7 @@ def samples_elsewhere(config: TrainingConfig) -> bool:
     return config.sampling.engine != "native" or config.compute.backend != "local"
 
 
-def max_open_episodes(config: TrainingConfig) -> int:
+def get_max_open_episodes(config: TrainingConfig) -> int:
     """Return the maximum number of episodes that all engines hold at the same time. With `environment.command`, it is
     also limited by the maximum number of concurrent agent programs."""
     slots = config.sampling.slots * config.compute.samplers
@@ -47,11 +47,11 @@ def max_open_episodes(config: TrainingConfig) -> int:
     return min(slots, config.environment.options.get("processes", MAX_PROCESSES))
 
 
-def max_concurrent_episodes(config: TrainingConfig, environment: Any = None) -> int:
+def get_max_concurrent_episodes(config: TrainingConfig, environment: Any = None) -> int:
     """Return the maximum number of concurrent episodes of a run: the slots of its engines, limited by
     environment.num_workers and by the `max_episodes` of the environment. On a Ray cluster num_workers is the number of
     tool processes and no limit. In self-play, return the number of games, because each has an episode per role."""
-    slots, workers = max_open_episodes(config), config.environment.num_workers
+    slots, workers = get_max_open_episodes(config), config.environment.num_workers
     slots = min(slots, getattr(environment, "max_episodes", slots))
     max_episodes = slots if workers is None or config.compute.backend == "ray" else min(slots, workers)
     return max(1, max_episodes // 2) if is_self_play(environment) else max_episodes
@@ -88,8 +88,8 @@ async def join_cluster(config: TrainingConfig, exit_stack: AsyncExitStack) -> No
         session = RaySession(compute.address, compute.num_gpus)
         exit_stack.push_async_callback(session.close)
         await session.open()
-        gpus = session.pick_gpus(compute.gpus_per_sampler, config.sampling.engine == "vllm")
-        bundles = [{"CPU": compute.cpus_per_sampler, "GPU": gpus}] * compute.samplers
+        sampler_gpus = session.pick_gpus(compute.gpus_per_sampler, config.sampling.engine == "vllm")
+        bundles = [{"CPU": compute.cpus_per_sampler, "GPU": sampler_gpus}] * compute.samplers
         num_remote_learners = (compute.learners or 1) - 1
         bundles += [{"CPU": 1.0, "GPU": session.pick_gpus(compute.gpus_per_learner)}] * num_remote_learners
         learners_text = f" and learners={compute.learners}" if num_remote_learners else ""
@@ -99,7 +99,7 @@ async def join_cluster(config: TrainingConfig, exit_stack: AsyncExitStack) -> No
 def make_training_fleet(
     config: TrainingConfig, publisher: WeightPublisher, length: int, episodes: int, notify: Notify, logs: Path
 ) -> Fleet:
-    """Make the engines of a training run, which load their weights from the publisher and log into `logs`."""
+    """Make the engines of a training run, which load their weights from the publisher and log into `log_folder`."""
     options = config.sampling.engine_options
     if publisher.adapter_rank is not None:
         from TrainingFactory.sampling.vllm_engine import make_lora_options
@@ -107,11 +107,11 @@ def make_training_fleet(
         options = make_lora_options(publisher.adapter_rank) | options
     spec = {"dtype": publisher.dtype, "options": options}
     tolerance = LOGPROB_TOLERANCE if publisher.dtype == "float32" else LOGPROB_TOLERANCE_16_BIT
-    return _make_fleet(config, publisher.model_folder, length, episodes, spec, notify, tolerance, logs=logs)
+    return _make_fleet(config, publisher.model_folder, length, episodes, spec, notify, tolerance, log_folder=logs)
 
 
 def make_serving_fleet(
-    config: TrainingConfig, loaded_model: LoadedModel, length: int, num_episodes: int, notify: Notify
+    config: TrainingConfig, loaded_model: LoadedModel, max_length: int, num_episodes: int, notify: Notify
 ) -> Fleet:
     """Make engines that load the model from its folder or the hub. A model that neither holds unchanged, such as one
     with an adapter, is saved to a temporary folder first."""
@@ -125,15 +125,15 @@ def make_serving_fleet(
         model.save_pretrained(folder)
         loaded_model.tokenizer.save_pretrained(folder)
     spec = {"dtype": config.model.dtype, "options": config.sampling.engine_options, "pushed": False}
-    return _make_fleet(config, folder, length, num_episodes, spec, notify, keep_alive=temporary_folder)
+    return _make_fleet(config, folder, max_length, num_episodes, spec, notify, temporary_folder=temporary_folder)
 
 
 def _find_loadable_model(config: TrainingConfig) -> str | None:
     """Return the hub id or folder from which engines can load the unchanged model; None if there is none."""
     model, name = config.model, resolve_model_name(config.model.name)
     folder = Path(name).expanduser()
-    is_modified = model.adapter or model.tools_format or model.revision
-    if is_modified is not None or model.quantization != "none":
+    modification = model.adapter or model.tools_format or model.revision
+    if modification is not None or model.quantization != "none":
         return None
     if folder.is_dir():
         return str(folder.resolve()) if any(folder.glob("model*.safetensors")) else None
@@ -142,7 +142,7 @@ def _find_loadable_model(config: TrainingConfig) -> str | None:
 
 def _make_fleet(
     config: TrainingConfig, model: str, length: int, num_episodes: int, options: dict[str, Any], notify: Notify,
-    tolerance: float = LOGPROB_TOLERANCE_16_BIT, keep_alive: object = None, logs: Path | None = None,
+    tolerance: float = LOGPROB_TOLERANCE_16_BIT, temporary_folder: object = None, log_folder: Path | None = None,
 ) -> Fleet:  # fmt: skip
     compute, trust = config.compute, config.model.trust_remote_code
     slots = min(config.sampling.slots, num_episodes)
@@ -152,18 +152,24 @@ def _make_fleet(
     spec = EngineSpec(
         engine, model, length, slots, device=device, trust_remote_code=trust, cache_gib=cache_gib, **options
     )
-    hosts = make_launcher(compute, spec, compute.samplers, compute.gpus_per_sampler, notify, "sampler", logs)
-    return Fleet(hosts, compute.samplers, length, notify, tolerance, keep_alive, compute.start_timeout)
+    launcher = make_launcher(
+        compute, spec, compute.samplers, compute.gpus_per_sampler, notify, "sampler", log_folder
+    )
+    return Fleet(
+        launcher, compute.samplers, length, notify, tolerance, temporary_folder, compute.start_timeout
+    )
 
 
 def make_launcher(
     compute: ComputeSection, spec: EngineSpec, num_engines: int, gpus: float | None, notify: Notify, role: str,
-    logs: Path | None = None,
+    log_folder: Path | None = None,
 ) -> EngineLauncher:  # fmt: skip
     """Return the launcher of `num_engines` engines: local processes, or actors on the Ray cluster. Engines log into
-    `logs`."""
+    `log_folder`."""
     start_timeout = compute.start_timeout
     if compute.backend != "ray":
-        return LocalEngineLauncher(spec, start_timeout=start_timeout, notify=notify, folder=logs, role=role)
+        return LocalEngineLauncher(
+            spec, start_timeout=start_timeout, notify=notify, folder=log_folder, role=role
+        )
     session, cpus = RaySession(compute.address, compute.num_gpus), compute.cpus_per_sampler
-    return RayEngineLauncher(session, spec, num_engines, gpus, cpus, start_timeout, notify, role, logs)
+    return RayEngineLauncher(session, spec, num_engines, gpus, cpus, start_timeout, notify, role, log_folder)

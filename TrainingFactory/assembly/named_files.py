@@ -17,8 +17,7 @@ from TrainingFactory.assembly.run_tools import RunTools
 from TrainingFactory.common.endpoints.names import SETTINGS_SUFFIXES
 from TrainingFactory.common.user_code import is_file_name, split_name
 from TrainingFactory.config import TrainingConfig, load_config
-from TrainingFactory.resolve.model_names import MODEL_KEY as STARTED_FROM
-from TrainingFactory.resolve.model_names import TrainedBy, describe_provenance
+from TrainingFactory.resolve.model_names import MODEL_KEY, TrainedBy, describe_provenance
 from TrainingFactory.runs.folder import CHAT_TEMPLATE, RunFolder
 from TrainingFactory.training.dataset import Dataset, UserObjects
 
@@ -37,44 +36,48 @@ def read_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Train
 def with_files_beside(config: TrainingConfig, folder: Path) -> TrainingConfig:
     """Replace the name of each file that exists in `folder` but not in the current folder by its path."""
 
-    def move(file_name: str) -> str:
+    def resolve_beside(file_name: str) -> str:
         candidate = folder / Path(file_name).expanduser()
-        return str(candidate) if not _exists(file_name) and candidate.exists() else file_name
+        return str(candidate) if not _file_exists(file_name) and candidate.exists() else file_name
 
-    return map_files(config, move)
+    return map_files(config, resolve_beside)
 
 
-def map_files(config: TrainingConfig, move: RenameFile) -> TrainingConfig:
-    """Return the config with `move` applied to each file that it names."""
+def map_files(config: TrainingConfig, rename: RenameFile) -> TrainingConfig:
+    """Return the config with `rename` applied to each file that it names."""
 
     def map_name(name: str) -> str:
         if not is_file_name(name):
             return name
         file, attribute = split_name(name)
-        return f"{move(file)}:{attribute}" if attribute else move(file)
+        return f"{rename(file)}:{attribute}" if attribute else rename(file)
 
     environment, reward = config.environment, config.reward
-    data_files = {key: move(name) for key in DATA_KEYS if (name := getattr(config.data, key)) is not None}
+    data_files = {key: rename(name) for key in DATA_KEYS if (name := getattr(config.data, key)) is not None}
     tools = [
         _replace_values(tool, name=map_name(tool.name))
         if tool.config is None
-        else _replace_values(tool, config=move(tool.config))
+        else _replace_values(tool, config=rename(tool.config))
         for tool in config.tools
     ]
     template, context, branching = config.model.chat_template, environment.context, config.training.branching
     if context is not None:
-        prompt = context.template
+        fold_template = context.template
         context = _replace_values(
             context,
             function=context.function and map_name(context.function),
-            template=move(prompt) if prompt and is_template_file(prompt) else prompt,
+            template=rename(fold_template)
+            if fold_template and is_template_file(fold_template)
+            else fold_template,
         )
     if (user := environment.user) is not None:
         instructions = user.template
         user = _replace_values(
             user,
-            model=move(user.model) if user.model.endswith(SETTINGS_SUFFIXES) else user.model,
-            template=move(instructions) if instructions and is_template_file(instructions) else instructions,
+            model=rename(user.model) if user.model.endswith(SETTINGS_SUFFIXES) else user.model,
+            template=rename(instructions)
+            if instructions and is_template_file(instructions)
+            else instructions,
         )
     if branching is not None:
         branching = _replace_values(branching, function=branching.function and map_name(branching.function))
@@ -82,7 +85,7 @@ def map_files(config: TrainingConfig, move: RenameFile) -> TrainingConfig:
     return _replace_values(
         config,
         training=_replace_values(config.training, branching=branching, filters=filters),
-        model=_replace_values(config.model, chat_template=template and move(template)),
+        model=_replace_values(config.model, chat_template=template and rename(template)),
         environment=_replace_values(
             environment,
             environment_id=(name := environment.environment_id) and map_name(name),
@@ -114,7 +117,7 @@ def describe_files(config: TrainingConfig) -> dict[str, dict[str, str | None]]:
     files: dict[str, dict[str, str | None]] = {}
 
     def add_file(name: str) -> str:
-        if _exists(name):
+        if _file_exists(name):
             path = Path(name).expanduser().resolve()
             files[name] = {"path": str(path), "digest": _hash_file(path) if name.endswith(".py") else None}
         return name
@@ -136,7 +139,7 @@ def find_changed_files(run_info: Mapping[str, Any]) -> list[str]:
         name
         for name, path in _find_present_paths(run_info).items()
         if (recorded_digest := run_info[FILES_KEY][name]["digest"]) is not None
-        and _exists(path)
+        and _file_exists(path)
         and recorded_digest != _hash_file(Path(path))
     ]
 
@@ -144,11 +147,14 @@ def find_changed_files(run_info: Mapping[str, Any]) -> list[str]:
 def _find_present_paths(run_info: Mapping[str, Any]) -> dict[str, str]:
     """Return the current path of each file: its original path; if that is gone, its name in the current folder."""
     paths = {name: file["path"] for name, file in run_info.get(FILES_KEY, {}).items()}
-    unmoved = {name for name in paths if str(Path(name).expanduser().resolve()) == paths[name]}
-    return {name: path if name not in unmoved and _exists(path) else name for name, path in paths.items()}
+    unmoved_names = {name for name in paths if str(Path(name).expanduser().resolve()) == paths[name]}
+    return {
+        name: path if name not in unmoved_names and _file_exists(path) else name
+        for name, path in paths.items()
+    }
 
 
-def _exists(file_name: str) -> bool:
+def _file_exists(file_name: str) -> bool:
     return os.path.exists(os.path.expanduser(file_name))  # unlike Path.exists, False for an invalid file name
 
 
@@ -168,7 +174,7 @@ def describe_start(
         "digest": dataset.digest,
         "reward_model": None if reward_folder is None else str(reward_folder.resolve()),
         FILES_KEY: describe_files(config),
-        STARTED_FROM: describe_provenance(config),
+        MODEL_KEY: describe_provenance(config),
     }
 
 

@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack
 from statistics import fmean
 from typing import Any, TypeVar
 
-from TrainingFactory.assembly import rewards as build_rewards
+from TrainingFactory.assembly import rewards as reward_assembly
 from TrainingFactory.assembly.environment import make_environment
 from TrainingFactory.assembly.named_files import read_config
 from TrainingFactory.assembly.run_tools import RunTools
@@ -72,8 +72,8 @@ class SwiftRun:
             if self._settings is None:
                 self._exit_stack.push_async_callback(self._tools.close)
                 environment = await self._tools.equip(self._environment)
-                reward = build_rewards.make_reward(self._config)
-                await build_rewards.open_reward(reward, self._exit_stack, log.info)
+                reward = reward_assembly.make_reward(self._config)
+                await reward_assembly.open_reward(reward, self._exit_stack, log.info)
                 runtime = self._tools.runtime
                 self._settings = make_rollouts(
                     self._config, environment, chat, reward=reward, runtime=runtime
@@ -230,7 +230,7 @@ def check_config(config: TrainingConfig) -> None:
         raise ValueError(
             f"{', '.join(unsupported_names)} does not work in ms-swift. Remove it, or train with tfactory train."
         )
-    if compares_episodes(build_rewards.check_reward(config)):
+    if compares_episodes(reward_assembly.check_reward(config)):
         raise ValueError(
             "reward: it compares the episodes of a group, but in ms-swift each episode is scored when it ends. Use a "
             "reward of single episodes, or train with tfactory train."
