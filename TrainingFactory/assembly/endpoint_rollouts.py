@@ -18,7 +18,7 @@ from TrainingFactory.rollout.episode import EpisodeRun, EpisodeSettings
 from TrainingFactory.tools.endpoints.client import EndpointClient, ModelFailure
 from TrainingFactory.types import Completion, Message, SamplingParams, ToolSpec, Trajectory, Turn, Weights
 
-METRIC_PREFIX = "endpoint"  # of metrics and signals
+NAMESPACE = "endpoint"  # of metrics and signals
 MAX_LENGTH = 2**31  # the endpoint limits its own context
 
 
@@ -104,7 +104,7 @@ class EndpointSampler:
 
         body = json.dumps(self.endpoint.make_body(request), sort_keys=True)
         try:
-            return await self.client.request((METRIC_PREFIX, self.endpoint.identity, body, f"{seed}"), send)
+            return await self.client.request((NAMESPACE, self.endpoint.identity, body, f"{seed}"), send)
         except ModelFailure as failure:
             self.client.usage.failures[failure.kind] += 1
             if failure.stops:
@@ -115,11 +115,9 @@ class EndpointSampler:
     def metrics(self) -> dict[str, float]:
         """Return this process's numbers of requests, retries, cached replies and failures."""
         counter_names = ("requests", "retries", "cached")
-        counts = {
-            f"{METRIC_PREFIX}/{name}": float(getattr(self.client.usage, name)) for name in counter_names
-        }
+        counts = {f"{NAMESPACE}/{name}": float(getattr(self.client.usage, name)) for name in counter_names}
         failures = self.client.usage.failures.items()
-        return counts | {f"{METRIC_PREFIX}/failed_{kind}": float(count) for kind, count in failures}
+        return counts | {f"{NAMESPACE}/failed_{kind}": float(count) for kind, count in failures}
 
     def session(self) -> ClosedSession:
         return ClosedSession()
@@ -177,7 +175,7 @@ class EndpointRun(EpisodeRun):
         token_counts = {"input_tokens": reply.input_tokens, "output_tokens": reply.output_tokens}
         budget = self._sampler.client.budget
         amounts = token_counts | ({"cost": budget.price_reply(reply)} if budget.has_prices else {})
-        return {f"{METRIC_PREFIX}/{signal}": float(amount) for signal, amount in amounts.items()}
+        return {f"{NAMESPACE}/{signal}": float(amount) for signal, amount in amounts.items()}
 
 
 class EndpointRollouts(RolloutEngine):
@@ -202,7 +200,7 @@ def sum_endpoint_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]
     for trajectory in trajectories:
         for turn in trajectory.turns:
             for signal, value in turn.signals.items():
-                if signal.startswith(f"{METRIC_PREFIX}/"):
+                if signal.startswith(f"{NAMESPACE}/"):
                     totals[signal] = totals.get(signal, 0.0) + value
     return totals
 

@@ -52,27 +52,25 @@ def export(
         raise ValueError(f"{checkpoint} holds a whole model, not an adapter: there is nothing to merge")
     if dtype is not None and is_adapter and not merge:
         raise ValueError("dtype is for whole models; export the adapter without dtype, or with merge")
-    exported_model = ExportedModel(
-        folder, "merged" if merge else "adapter" if is_adapter else "model", checkpoint
-    )
-    exported_model.reward_model = (checkpoint / REWARD_HEAD_FILES[1]).is_file()
+    result = ExportedModel(folder, "merged" if merge else "adapter" if is_adapter else "model", checkpoint)
+    result.reward_model = (checkpoint / REWARD_HEAD_FILES[1]).is_file()
     if is_adapter:
-        exported_model.base = model.name
-    if exported_model.kind == "adapter" and resolve_model_name(str(exported_model.base)) in TINY_IDS:
+        result.base = model.name
+    if result.kind == "adapter" and resolve_model_name(str(result.base)) in TINY_IDS:
         raise ValueError(
             f"the adapter in {checkpoint} belongs to a built-in model, which other programs cannot load: "
             "export it merged"
         )
     with _write_atomically(folder) as partial_folder:
         if merge or dtype is not None:
-            _convert_checkpoint(exported_model, model.run, dtype, partial_folder)
+            _convert_checkpoint(result, model.run, dtype, partial_folder)
         else:
-            _copy_checkpoint(exported_model, partial_folder)
-        if exported_model.kind == "adapter":
-            _fit_to_composite_base(exported_model, model.run, partial_folder)
-        for file in REWARD_HEAD_FILES if exported_model.reward_model else ():
+            _copy_checkpoint(result, partial_folder)
+        if result.kind == "adapter":
+            _fit_to_composite_base(result, model.run, partial_folder)
+        for file in REWARD_HEAD_FILES if result.reward_model else ():
             shutil.copyfile(checkpoint / file, partial_folder / file)
-    return exported_model
+    return result
 
 
 @contextmanager

@@ -99,7 +99,7 @@ async def join_cluster(config: TrainingConfig, exit_stack: AsyncExitStack) -> No
 def make_training_fleet(
     config: TrainingConfig, publisher: WeightPublisher, length: int, episodes: int, notify: Notify, logs: Path
 ) -> Fleet:
-    """Make the engines of a training run, which load their weights from the publisher and log into `log_folder`."""
+    """Make the engines of a training run, which load their weights from the publisher and log into `logs`."""
     options = config.sampling.engine_options
     if publisher.adapter_rank is not None:
         from TrainingFactory.sampling.vllm_engine import make_lora_options
@@ -107,7 +107,7 @@ def make_training_fleet(
         options = make_lora_options(publisher.adapter_rank) | options
     spec = {"dtype": publisher.dtype, "options": options}
     tolerance = LOGPROB_TOLERANCE if publisher.dtype == "float32" else LOGPROB_TOLERANCE_16_BIT
-    return _make_fleet(config, publisher.model_folder, length, episodes, spec, notify, tolerance, log_folder=logs)
+    return _make_fleet(config, publisher.model_folder, length, episodes, spec, notify, tolerance, logs=logs)
 
 
 def make_serving_fleet(
@@ -125,7 +125,7 @@ def make_serving_fleet(
         model.save_pretrained(folder)
         loaded_model.tokenizer.save_pretrained(folder)
     spec = {"dtype": config.model.dtype, "options": config.sampling.engine_options, "pushed": False}
-    return _make_fleet(config, folder, max_length, num_episodes, spec, notify, temporary_folder=temporary_folder)
+    return _make_fleet(config, folder, max_length, num_episodes, spec, notify, keep_alive=temporary_folder)
 
 
 def _find_loadable_model(config: TrainingConfig) -> str | None:
@@ -142,7 +142,7 @@ def _find_loadable_model(config: TrainingConfig) -> str | None:
 
 def _make_fleet(
     config: TrainingConfig, model: str, length: int, num_episodes: int, options: dict[str, Any], notify: Notify,
-    tolerance: float = LOGPROB_TOLERANCE_16_BIT, temporary_folder: object = None, log_folder: Path | None = None,
+    tolerance: float = LOGPROB_TOLERANCE_16_BIT, keep_alive: object = None, logs: Path | None = None,
 ) -> Fleet:  # fmt: skip
     compute, trust = config.compute, config.model.trust_remote_code
     slots = min(config.sampling.slots, num_episodes)
@@ -152,24 +152,20 @@ def _make_fleet(
     spec = EngineSpec(
         engine, model, length, slots, device=device, trust_remote_code=trust, cache_gib=cache_gib, **options
     )
-    launcher = make_launcher(
-        compute, spec, compute.samplers, compute.gpus_per_sampler, notify, "sampler", log_folder
-    )
-    return Fleet(
-        launcher, compute.samplers, length, notify, tolerance, temporary_folder, compute.start_timeout
-    )
+    hosts = make_launcher(compute, spec, compute.samplers, compute.gpus_per_sampler, notify, "sampler", logs)
+    return Fleet(hosts, compute.samplers, length, notify, tolerance, keep_alive, compute.start_timeout)
 
 
 def make_launcher(
     compute: ComputeSection, spec: EngineSpec, num_engines: int, gpus: float | None, notify: Notify, role: str,
-    log_folder: Path | None = None,
+    log_dir: Path | None = None,
 ) -> EngineLauncher:  # fmt: skip
     """Return the launcher of `num_engines` engines: local processes, or actors on the Ray cluster. Engines log into
-    `log_folder`."""
+    `log_dir`."""
     start_timeout = compute.start_timeout
     if compute.backend != "ray":
         return LocalEngineLauncher(
-            spec, start_timeout=start_timeout, notify=notify, folder=log_folder, role=role
+            spec, start_timeout=start_timeout, notify=notify, folder=log_dir, role=role
         )
     session, cpus = RaySession(compute.address, compute.num_gpus), compute.cpus_per_sampler
-    return RayEngineLauncher(session, spec, num_engines, gpus, cpus, start_timeout, notify, role, log_folder)
+    return RayEngineLauncher(session, spec, num_engines, gpus, cpus, start_timeout, notify, role, log_dir)

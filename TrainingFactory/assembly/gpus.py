@@ -22,25 +22,23 @@ def with_gpu_division(
 ) -> TrainingConfig:
     """Return the config with `compute.learners` and `compute.samplers` set to use all of `compute.num_gpus`. Return it
     unchanged if it sets one of these two itself, under a launcher such as torchrun, and on the CPU."""
-    compute, num_gpus = config.compute, config.compute.num_gpus or 1
+    compute, gpus = config.compute, config.compute.num_gpus or 1
     is_divided = compute.learners is not None or "samplers" in compute.model_fields_set
-    if num_gpus == 1 or is_divided or find_launched_process() is not None or config.model.device == "cpu":
+    if gpus == 1 or is_divided or find_launched_process() is not None or config.model.device == "cpu":
         return config
-    num_visible = count_gpus() if compute.backend == "local" else num_gpus
+    num_visible = count_gpus() if compute.backend == "local" else gpus
     if not num_visible:
-        notify(
-            f"note: compute.num_gpus={num_gpus}, but this machine has no visible GPU: the run uses the CPU"
-        )
+        notify(f"note: compute.num_gpus={gpus}, but this machine has no visible GPU: the run uses the CPU")
         return config
-    if num_visible < num_gpus:
+    if num_visible < gpus:
         raise ValueError(
-            f"compute.num_gpus is {num_gpus}, but this machine shows {num_visible} GPUs. Set "
+            f"compute.num_gpus is {gpus}, but this machine shows {num_visible} GPUs. Set "
             f"compute.num_gpus={num_visible}, or compute.backend=ray and compute.address for GPUs of several machines"
         )
-    division = divide_gpus(config, num_gpus)
+    division = divide_gpus(config, gpus)
     settings = ", ".join(f"compute.{key}={value}" for key, value in division.items())
     notify(
-        f"the run uses {num_gpus} GPUs: {settings}; set compute.learners and compute.samplers to divide them otherwise"
+        f"the run uses {gpus} GPUs: {settings}; set compute.learners and compute.samplers to divide them otherwise"
     )
     return config.model_copy(update={"compute": compute.model_copy(update=division)})
 

@@ -89,17 +89,15 @@ class Learners:
         self._ranks = ranks = ShardedPolicy(rank_group, interrupts.fail, log_note)
         exit_stack.push_async_callback(ranks.close)
         await ranks.wait_for_ranks()
-        local_facts = collect_shared_facts(self._written_config)
+        local_facts = collect_facts(self._written_config)
         problems: list[str] = []
         for rank, rank_info in ranks.rank_infos.items():
             rank_facts = rank_info["facts"]
-            differing_keys = sorted(
+            keys = sorted(
                 key for key in local_facts.keys() & rank_facts.keys() if local_facts[key] != rank_facts[key]
             )
-            if differing_keys:
-                differences = ", ".join(
-                    f"{key} {rank_facts[key]} (here {local_facts[key]})" for key in differing_keys
-                )
+            if keys:
+                differences = ", ".join(f"{key} {rank_facts[key]} (here {local_facts[key]})" for key in keys)
                 problems.append(f"learner {rank} on {rank_info['host']} has {differences}")
         if problems:
             raise ValueError(
@@ -137,10 +135,8 @@ class Learners:
         join_task = asyncio.create_task(in_thread(RankGroup, 0, num_learners, store, host, uses_gpu))
         await asyncio.wait({join_task, *tasks}, timeout=compute.start_timeout, return_when=FIRST_COMPLETED)
         if not join_task.done():
-            exit_texts = [
-                f"learner {rank} {task.result()}" for rank, task in enumerate(tasks, 1) if task.done()
-            ]
-            reason = "; ".join(exit_texts) or f"compute.start_timeout={compute.start_timeout:g} s have passed"
+            causes = [f"learner {rank} {task.result()}" for rank, task in enumerate(tasks, 1) if task.done()]
+            reason = "; ".join(causes) or f"compute.start_timeout={compute.start_timeout:g} s have passed"
             log_note = "" if compute.backend == "ray" else f"; logs are in {folder}"
             raise ValueError(f"compute.learners={num_learners} could not be started: {reason}{log_note}")
         return join_task.result()
@@ -208,7 +204,7 @@ def _pick_device(config: TrainingConfig) -> Any:
     return pick_device(config.model.device)
 
 
-def collect_shared_facts(config: TrainingConfig | None) -> dict[str, Any]:
+def collect_facts(config: TrainingConfig | None) -> dict[str, Any]:
     """Return the values that must be equal in all learner processes: package versions, and the config as the user wrote
     it."""
     facts: dict[str, Any] = {"Python": platform.python_version(), "TrainingFactory": __version__}
@@ -249,7 +245,7 @@ class LearnerRank:
 def serve_started_rank(rank_args: list[Any]) -> None:
     """Execute the calls of rank 0 in a learner process that `Learners` started."""
     *args, device = rank_args
-    asyncio.run(_serve_calls(args, device, None))
+    asyncio.run(_serve(args, device, None))
 
 
 def serve_rank(config: TrainingConfig | None) -> TrainingReport | None:
@@ -261,17 +257,13 @@ def serve_rank(config: TrainingConfig | None) -> TrainingReport | None:
     logging.disable(logging.WARNING)  # rank 0 logs the same
     uses_gpu = _pick_device(TrainingConfig()).type == "cuda"
     args = launched_process.rank, launched_process.num_processes, None, os.environ["MASTER_ADDR"], uses_gpu
-    if (report := run_anywhere(lambda: _serve_calls(args, launched_process.local_rank, config))) is None:
+    if (report := run_anywhere(lambda: _serve(args, launched_process.local_rank, config))) is None:
         raise SystemExit(1)  # rank 0 reports the reason
     return report
 
 
-async def _serve_calls(
-    args: Sequence[Any], device: int, config: TrainingConfig | None
-) -> TrainingReport | None:
+async def _serve(args: Sequence[Any], device: int, config: TrainingConfig | None) -> TrainingReport | None:
     from TrainingFactory.cluster.ranks import RankGroup, serve
 
     # The group stays open: a process that closes it after collectives aborts at exit.
-    return await serve(
-        await in_thread(RankGroup, *args), LearnerRank(device).call, collect_shared_facts(config)
-    )
+    return await serve(await in_thread(RankGroup, *args), LearnerRank(device).call, collect_facts(config))

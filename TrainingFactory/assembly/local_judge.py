@@ -109,8 +109,8 @@ class LocalJudge:
         self._model_name = model_name
         self._params = params
         self._config = config
-        self._engine_kind: Literal["native", "vllm"] = options.engine or config.sampling.engine
-        self.identity = digest(model_name, self._engine_kind, repr(params), repr(options.thinking))
+        self._kind: Literal["native", "vllm"] = options.engine or config.sampling.engine
+        self.identity = digest(model_name, self._kind, repr(params), repr(options.thinking))
         self._fleet: Fleet | None = None
         self._judge: SampledJudge | None = None
         self._start_lock = asyncio.Lock()
@@ -120,9 +120,7 @@ class LocalJudge:
         async with self._start_lock:
             if self._judge is None:
                 options = self.options
-                notify(
-                    f"starting the {self.role} {options.model}: {self._engine_kind}, engines: {options.replicas}"
-                )
+                notify(f"starting the {self.role} {options.model}: {self._kind}, engines: {options.replicas}")
                 try:
                     self._judge = await self._start_judge(notify)
                 except BaseException:
@@ -139,10 +137,10 @@ class LocalJudge:
         chat = await in_thread(chat_format, tokenizer, thinking=settings.thinking)
         max_length = settings.max_length or min(DEFAULT_MAX_LENGTH, tokenizer.model_max_length)
         engine_options = settings.engine_options
-        if self._engine_kind == "vllm" and num_gpus > 1:
+        if self._kind == "vllm" and num_gpus > 1:
             engine_options = {"tensor_parallel_size": num_gpus} | engine_options
         spec = EngineSpec(
-            self._engine_kind,
+            self._kind,
             self._model_name,
             max_length,
             REQUESTS_PER_ENGINE,
@@ -150,11 +148,9 @@ class LocalJudge:
             pushed=False,
             options=engine_options,
         )
-        launcher = make_launcher(
-            self._config.compute, spec, settings.replicas, settings.gpus, notify, self.role
-        )
+        hosts = make_launcher(self._config.compute, spec, settings.replicas, settings.gpus, notify, self.role)
         start_timeout = self._config.compute.start_timeout
-        self._fleet = Fleet(launcher, settings.replicas, max_length, notify, start_timeout=start_timeout)
+        self._fleet = Fleet(hosts, settings.replicas, max_length, notify, start_timeout=start_timeout)
         await self._fleet.sample(chat.render([Message("user", "?")]), SamplingParams(max_tokens=1))
         return SampledJudge(self._fleet, chat, self._params, self._model_name)
 

@@ -30,7 +30,7 @@ class WeightCounts(NamedTuple):
     """The number of a model's weights, and their size in memory."""
 
     num_weights: int
-    stored_bytes: float  # bytes of all weights
+    nbytes: float  # of all weights
     num_trained: int
     num_float32: int  # trained weights stored in float32, which need no master copy
     itemsize: int  # bytes per value of the compute dtype
@@ -41,8 +41,8 @@ class WeightCounts(NamedTuple):
         trained_params = [param for param in params if param.requires_grad]
         num_float32 = sum(param.numel() for param in trained_params if param.dtype == torch.float32)
         num_weights = [sum(param.numel() for param in group) for group in (params, trained_params)]
-        stored_bytes, itemsize = sum(param.nbytes for param in params), max(2, params[0].element_size())
-        return cls(num_weights[0], stored_bytes, num_weights[1], num_float32, itemsize)
+        nbytes, itemsize = sum(param.nbytes for param in params), max(2, params[0].element_size())
+        return cls(num_weights[0], nbytes, num_weights[1], num_float32, itemsize)
 
 
 def estimate_model_memory(
@@ -68,11 +68,11 @@ def estimate_device_bytes(
     sizes = estimate_learner_bytes(config, shape, counts, needed_inputs, num_learners, num_tokens)
     if tower is not None:
         images = images or ImageUse.largest(config.model.image_tokens)
-        sizes |= estimate_image_bytes(config, tower, images, num_tokens, counts.itemsize)
+        sizes |= get_image_bytes(config, tower, images, num_tokens, counts.itemsize)
     if KINDS[training.algorithm].samples:
         if max_staleness or num_learners > 1:  # the sampler of a sharded learner has a full copy
             sizes["the sampler's weights"] = (
-                counts.stored_bytes if num_learners > 1 else counts.itemsize * counts.num_trained
+                counts.nbytes if num_learners > 1 else counts.itemsize * counts.num_trained
             )
         slots = min(config.sampling.slots, num_episodes * (1 + max_staleness))
         sizes["cache"] = get_cache_bytes(shape, slots, max_length, counts.itemsize)
@@ -92,9 +92,7 @@ def estimate_learner_bytes(
     layer_weights = (counts.num_weights - embedding_weights * (1 if is_tied else 2)) / shape.num_hidden_layers
     gathered_bytes = 0.0 if learners == 1 else counts.itemsize * (2 * layer_weights + embedding_weights)
     stored_bytes = (
-        counts.stored_bytes
-        if learners == 1
-        else counts.stored_bytes * (1 - counts.num_trained / counts.num_weights)
+        counts.nbytes if learners == 1 else counts.nbytes * (1 - counts.num_trained / counts.num_weights)
     )
     sizes = {
         "weights": stored_bytes / learners + gathered_bytes,
@@ -105,23 +103,22 @@ def estimate_learner_bytes(
     resident_bytes = sum(sizes.values()) - gathered_bytes
     is_full_training = not config.lora.enabled and config.model.adapter is None
     if "reference" in needs and "precomputed" not in needs and is_full_training:
-        sizes["reference model"] = counts.stored_bytes / learners
+        sizes["reference model"] = counts.nbytes / learners
     if "critic" in needs:
         sizes["critic"] = resident_bytes
     training = config.training
-    activations = estimate_activation_bytes(
+    activations = get_activation_bytes(
         shape, num_tokens, training.gradient_checkpointing, counts.itemsize, training.activation_offload
     )
     if learners == 1:  # layer by layer, backward frees activations and adds gradients in the compute dtype
-        sizes["gradients"] += max(
-            0, counts.itemsize * (counts.num_trained - counts.num_float32) - activations
-        )
+        num_low_precision = counts.num_trained - counts.num_float32
+        sizes["gradients"] += max(0, counts.itemsize * num_low_precision - activations)
     layer_gradients = 2 * get_mlp_width(shape) * num_tokens * counts.itemsize  # of the layer in backward
     return sizes | {"activations": float(activations + layer_gradients)}
 
 
-def estimate_activation_bytes(
-    shape: Any, num_tokens: int, uses_checkpointing: bool, itemsize: int, uses_offload: bool = False
+def get_activation_bytes(
+    shape: Any, num_tokens: int, checkpointing: bool, itemsize: int, offload: bool = False
 ) -> int:
     """Return the bytes of activations that a pack keeps for backward; `shape` is the text config. With `offload`, the
     inputs of two checkpointed layers at a time are on the device, all others in CPU memory. A layer keeps its
@@ -130,14 +127,12 @@ def estimate_activation_bytes(
     mlp_width = get_mlp_width(shape)
     query_width, key_width = get_attention_widths(shape)
     layer_values = 4 * shape.hidden_size + 3 * (query_width + key_width) + 3 * mlp_width
-    stored_values = shape.hidden_size if uses_checkpointing else layer_values
-    num_layers = (
-        min(2, shape.num_hidden_layers) if uses_checkpointing and uses_offload else shape.num_hidden_layers
-    )
-    return num_tokens * itemsize * (num_layers * stored_values + layer_values * uses_checkpointing)
+    stored_values = shape.hidden_size if checkpointing else layer_values
+    num_layers = min(2, shape.num_hidden_layers) if checkpointing and offload else shape.num_hidden_layers
+    return num_tokens * itemsize * (num_layers * stored_values + layer_values * checkpointing)
 
 
-def estimate_image_bytes(
+def get_image_bytes(
     config: TrainingConfig, tower: TowerShape, images: ImageUse, num_tokens: int, itemsize: int
 ) -> dict[str, float]:
     """Return the bytes that a run's images need: encoded images in the engine's cache and in a pack of `num_tokens`,
@@ -148,15 +143,13 @@ def estimate_image_bytes(
     cached_bytes = min(CACHE_BYTES, images.total * image_tokens * tower.num_outputs * itemsize)
     if config.model.train_tower:
         patches, tower_layers = math.ceil(pack_image_tokens * tower.patches), tower
-        uses_checkpointing = config.training.gradient_checkpointing
+        checkpointing = config.training.gradient_checkpointing
     else:
         patches, tower_layers = math.ceil(image_tokens * tower.patches), tower._replace(num_hidden_layers=1)
-        uses_checkpointing = False
+        checkpointing = False
     return {
         "encoded images": cached_bytes + pack_image_tokens * tower.num_outputs * itemsize,
-        "vision activations": float(
-            estimate_activation_bytes(tower_layers, patches, uses_checkpointing, itemsize)
-        ),
+        "vision activations": float(get_activation_bytes(tower_layers, patches, checkpointing, itemsize)),
     }
 
 
@@ -174,16 +167,14 @@ def get_mlp_width(shape: Any) -> int:
     dense_width: int = getattr(shape, "intermediate_size", None) or 4 * shape.hidden_size  # foreign object
     if not (num_active := get_active_experts(shape)):
         return dense_width
-    expert_width = getattr(shape, "moe_intermediate_size", None) or dense_width
+    expert = getattr(shape, "moe_intermediate_size", None) or dense_width
     shared_keys = (
         "moe_shared_expert_intermediate_size",
         "shared_expert_intermediate_size",
         "shared_intermediate_size",
     )
     shared_width = next((width for name in shared_keys if (width := getattr(shape, name, None))), 0)
-    return num_active * expert_width + (
-        shared_width or expert_width * (getattr(shape, "n_shared_experts", None) or 0)
-    )
+    return num_active * expert + (shared_width or expert * (getattr(shape, "n_shared_experts", None) or 0))
 
 
 def get_cache_bytes(shape: Any, num_slots: int, max_length: int, itemsize: int) -> int:
@@ -226,10 +217,8 @@ def get_free_bytes(device: torch.device) -> int:
     """Return the bytes that this process can still allocate on a device."""
     if device.type != "cuda":
         return psutil.virtual_memory().available
-    cached_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(
-        device
-    )  # torch's own cache
-    return torch.cuda.mem_get_info(device)[0] + cached_bytes
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's own cache
+    return torch.cuda.mem_get_info(device)[0] + cached
 
 
 def release_models() -> None:

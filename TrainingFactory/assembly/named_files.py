@@ -38,46 +38,42 @@ def with_files_beside(config: TrainingConfig, folder: Path) -> TrainingConfig:
 
     def resolve_beside(file_name: str) -> str:
         candidate = folder / Path(file_name).expanduser()
-        return str(candidate) if not _file_exists(file_name) and candidate.exists() else file_name
+        return str(candidate) if not _exists(file_name) and candidate.exists() else file_name
 
     return map_files(config, resolve_beside)
 
 
-def map_files(config: TrainingConfig, rename: RenameFile) -> TrainingConfig:
-    """Return the config with `rename` applied to each file that it names."""
+def map_files(config: TrainingConfig, move: RenameFile) -> TrainingConfig:
+    """Return the config with `move` applied to each file that it names."""
 
     def map_name(name: str) -> str:
         if not is_file_name(name):
             return name
         file, attribute = split_name(name)
-        return f"{rename(file)}:{attribute}" if attribute else rename(file)
+        return f"{move(file)}:{attribute}" if attribute else move(file)
 
     environment, reward = config.environment, config.reward
-    data_files = {key: rename(name) for key in DATA_KEYS if (name := getattr(config.data, key)) is not None}
+    data_files = {key: move(name) for key in DATA_KEYS if (name := getattr(config.data, key)) is not None}
     tools = [
         _replace_values(tool, name=map_name(tool.name))
         if tool.config is None
-        else _replace_values(tool, config=rename(tool.config))
+        else _replace_values(tool, config=move(tool.config))
         for tool in config.tools
     ]
     template, context, branching = config.model.chat_template, environment.context, config.training.branching
     if context is not None:
-        fold_template = context.template
+        text = context.template
         context = _replace_values(
             context,
             function=context.function and map_name(context.function),
-            template=rename(fold_template)
-            if fold_template and is_template_file(fold_template)
-            else fold_template,
+            template=move(text) if text and is_template_file(text) else text,
         )
     if (user := environment.user) is not None:
         instructions = user.template
         user = _replace_values(
             user,
-            model=rename(user.model) if user.model.endswith(SETTINGS_SUFFIXES) else user.model,
-            template=rename(instructions)
-            if instructions and is_template_file(instructions)
-            else instructions,
+            model=move(user.model) if user.model.endswith(SETTINGS_SUFFIXES) else user.model,
+            template=move(instructions) if instructions and is_template_file(instructions) else instructions,
         )
     if branching is not None:
         branching = _replace_values(branching, function=branching.function and map_name(branching.function))
@@ -85,7 +81,7 @@ def map_files(config: TrainingConfig, rename: RenameFile) -> TrainingConfig:
     return _replace_values(
         config,
         training=_replace_values(config.training, branching=branching, filters=filters),
-        model=_replace_values(config.model, chat_template=template and rename(template)),
+        model=_replace_values(config.model, chat_template=template and move(template)),
         environment=_replace_values(
             environment,
             environment_id=(name := environment.environment_id) and map_name(name),
@@ -117,7 +113,7 @@ def describe_files(config: TrainingConfig) -> dict[str, dict[str, str | None]]:
     files: dict[str, dict[str, str | None]] = {}
 
     def add_file(name: str) -> str:
-        if _file_exists(name):
+        if _exists(name):
             path = Path(name).expanduser().resolve()
             files[name] = {"path": str(path), "digest": _hash_file(path) if name.endswith(".py") else None}
         return name
@@ -139,7 +135,7 @@ def find_changed_files(run_info: Mapping[str, Any]) -> list[str]:
         name
         for name, path in _find_present_paths(run_info).items()
         if (recorded_digest := run_info[FILES_KEY][name]["digest"]) is not None
-        and _file_exists(path)
+        and _exists(path)
         and recorded_digest != _hash_file(Path(path))
     ]
 
@@ -147,14 +143,11 @@ def find_changed_files(run_info: Mapping[str, Any]) -> list[str]:
 def _find_present_paths(run_info: Mapping[str, Any]) -> dict[str, str]:
     """Return the current path of each file: its original path; if that is gone, its name in the current folder."""
     paths = {name: file["path"] for name, file in run_info.get(FILES_KEY, {}).items()}
-    unmoved_names = {name for name in paths if str(Path(name).expanduser().resolve()) == paths[name]}
-    return {
-        name: path if name not in unmoved_names and _file_exists(path) else name
-        for name, path in paths.items()
-    }
+    unmoved = {name for name in paths if str(Path(name).expanduser().resolve()) == paths[name]}
+    return {name: path if name not in unmoved and _exists(path) else name for name, path in paths.items()}
 
 
-def _file_exists(file_name: str) -> bool:
+def _exists(file_name: str) -> bool:
     return os.path.exists(os.path.expanduser(file_name))  # unlike Path.exists, False for an invalid file name
 
 

@@ -67,7 +67,7 @@ class RewardContext:
 
     def make_pool(
         self,
-        maker_path: str,
+        target: str,
         reward: AdaptedReward,
         num_processes: int,
         timeout: float | None = None,
@@ -75,9 +75,7 @@ class RewardContext:
     ) -> RewardWorkerPool:
         timeout = timeout or self.config.environment.episode_timeout
         worker = partial(RayWorker, role="reward") if self.config.compute.backend == "ray" else Worker
-        processes = [
-            RewardProcess(maker_path, timeout, options, reward, worker) for _ in range(num_processes)
-        ]
+        processes = [RewardProcess(target, timeout, options, reward, worker) for _ in range(num_processes)]
         return RewardWorkerPool(processes)
 
     def distribute(self, rule: RewardFunction, options: Any) -> RewardFunction:
@@ -123,12 +121,10 @@ class FunctionOptions:
 def make_function_reward(context: RewardContext, options: Options) -> RewardFunction:
     function_options = make_from(FunctionOptions, options, "a reward of the type function")
     reward = as_reward(load_reward(function_options.function), timeout=function_options.timeout)
-    num_processes = (
-        context.num_processes if function_options.processes is None else function_options.processes
-    )
-    if not num_processes:
+    processes = context.num_processes if function_options.processes is None else function_options.processes
+    if not processes:
         return reward
-    return context.make_pool(function_options.function, reward, num_processes, function_options.timeout)
+    return context.make_pool(function_options.function, reward, processes, function_options.timeout)
 
 
 def _make_outcome(options: Any) -> RewardFunction | None:
@@ -189,10 +185,8 @@ def make_judge(context: RewardContext, options: Options) -> RewardFunction:
         options = with_local_judge(options, context.config)
     if isinstance(options.get("base_url"), list):
         judges = make_judges(options.pop("base_url"), options)
-        max_requests = options.get("concurrency", 8) or UNLIMITED_REQUESTS
-        return RewardWorkerPool(
-            judges, per_worker=max_requests, timeout=context.config.environment.episode_timeout
-        )
+        limit = options.get("concurrency", 8) or UNLIMITED_REQUESTS
+        return RewardWorkerPool(judges, per_worker=limit, timeout=context.config.environment.episode_timeout)
     reward = make_from(model_judge, options, "a model judge")
     return as_reward(reward) if compares_episodes(reward) else reward
 

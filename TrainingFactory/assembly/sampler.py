@@ -171,7 +171,7 @@ def make_engine(
 
 
 def make_training_sampler(
-    config: TrainingConfig, loaded_model: LoadedModel, policy: LocalPolicy, num_episodes: int, samples_ahead: bool,
+    config: TrainingConfig, loaded_model: LoadedModel, policy: LocalPolicy, episodes: int, samples_ahead: bool,
     notify: Notify,
     log_folder: Path,
 ) -> Sampler:  # fmt: skip
@@ -179,11 +179,9 @@ def make_training_sampler(
     that load published weights and log into `log_folder`."""
     publisher = policy.publisher
     if publisher is None or not publisher.model_folder:
-        return make_engine(
-            config, loaded_model, num_episodes, samples_ahead, publisher, policy.algorithm.needs
-        )
+        return make_engine(config, loaded_model, episodes, samples_ahead, publisher, policy.algorithm.needs)
     return make_training_fleet(
-        config, publisher, get_max_length(config, loaded_model), num_episodes, notify, log_folder
+        config, publisher, get_max_length(config, loaded_model), episodes, notify, log_folder
     )
 
 
@@ -263,21 +261,19 @@ def make_rollouts(
         top_k=sampling.top_k,
         min_p=sampling.min_p,
     )
-    engine_class: type[RolloutEngine] = (
-        ProgramRollouts if isinstance(environment, AgentProgram) else RolloutEngine
-    )
+    engine: type[RolloutEngine] = ProgramRollouts if isinstance(environment, AgentProgram) else RolloutEngine
     if isinstance(environment, AgentProgram) and not uses_environment_reward(reward):
         environment = environment.without_scoring()
     concurrency: int | None = get_max_concurrent_episodes(config, environment)
     if isinstance(sampler, EndpointSampler):
-        if engine_class is ProgramRollouts:
+        if engine is ProgramRollouts:
             raise ValueError("environment.command needs a model with tokens, not an endpoint. Name a model")
-        engine_class, concurrency = EndpointRollouts, sampler.settings.concurrency
+        engine, concurrency = EndpointRollouts, sampler.settings.concurrency
     if is_self_play(environment):
-        if engine_class is EndpointRollouts:
+        if engine is EndpointRollouts:
             raise ValueError(f"self-play ({environment.__name__}) needs a model with tokens, not an endpoint")
-        engine_class = SelfPlayRollouts
-    return engine_class(
+        engine = SelfPlayRollouts
+    return engine(
         environment,
         chat,
         sampling_params,

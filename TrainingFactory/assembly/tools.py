@@ -124,7 +124,7 @@ def _load_server_tools(path: str, tool_entries: Sequence[ToolEntry]) -> list[Too
     entry of the config selects. The source opens one set of connections for all entries."""
     tool_servers = MCPTools.load_from_config(path)
 
-    def select_offered(offered_tools: Mapping[str, str]) -> dict[str, bool]:
+    def select(offered_tools: Mapping[str, str]) -> dict[str, bool]:
         selection: dict[str, bool] = {}
         for index, entry in enumerate(tool_entries):
             if entry.config == path and entry.name not in tool_servers.named:
@@ -133,9 +133,7 @@ def _load_server_tools(path: str, tool_entries: Sequence[ToolEntry]) -> list[Too
         return selection
 
     servers = (
-        [SelectedTools(MCPTools([*tool_servers.configs.values()]), select_offered)]
-        if tool_servers.configs
-        else []
+        [SelectedTools(MCPTools([*tool_servers.configs.values()]), select)] if tool_servers.configs else []
     )
     return [*tool_servers.named.values(), *servers]
 

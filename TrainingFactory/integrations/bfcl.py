@@ -78,9 +78,7 @@ class BfclEnvironment(ToolEnvironment):
             function for function in functions if function.spec.name not in self._release_turns
         ]
         if self.is_short:
-            visible_functions = [
-                _Function(self, _shorten_spec(function.spec)) for function in visible_functions
-            ]
+            visible_functions = [_Function(self, _shorten(function.spec)) for function in visible_functions]
         self.tools = [*visible_functions, *self.tools[len(functions) :]]
 
     async def step(self, message: Message) -> Step:
@@ -126,9 +124,7 @@ class BfclEnvironment(ToolEnvironment):
         new_functions = [
             tool.spec for tool in self.executor.tools if self._release_turns.get(tool.spec.name) == index
         ]
-        docs = json.dumps(
-            [spec_to_dict(_shorten_spec(spec) if self.is_short else spec) for spec in new_functions]
-        )
+        docs = json.dumps([spec_to_dict(_shorten(spec) if self.is_short else spec) for spec in new_functions])
         announcement = [Message("user", f"{NEW_TOOLS_TEXT}\n{docs}")] if new_functions else []
         return [*announcement, *map(message_from_dict, self.row["question"][index])]
 
@@ -213,14 +209,12 @@ def parse_call(text: str, classes: Iterable[str]) -> tuple[str, dict[str, Any]]:
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
         raise ValueError(f"{text!r} is not a function call")
     name = call.func.id
-    owner_class = next(
-        (owner_class for owner_class in classes if name in {spec.name for spec in _specs(owner_class)}), None
-    )
-    if owner_class is None:
+    owner = next((owner for owner in classes if name in {spec.name for spec in _specs(owner)}), None)
+    if owner is None:
         raise ValueError(f"{text!r} calls {name}, which is not a documented function of {', '.join(classes)}")
     args = [ast.literal_eval(value) for value in call.args]
     kwargs = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-    bound_args = inspect.signature(getattr(_load_class(owner_class), name)).bind(None, *args, **kwargs)
+    bound_args = inspect.signature(getattr(_load_class(owner), name)).bind(None, *args, **kwargs)
     return name, dict(list(bound_args.arguments.items())[1:])
 
 
@@ -230,7 +224,7 @@ def _specs(class_name: str) -> list[ToolSpec]:
     return [ToolSpec(doc["name"], doc["description"], _convert_schema(doc["parameters"])) for doc in docs]
 
 
-def _shorten_spec(spec: ToolSpec) -> ToolSpec:
+def _shorten(spec: ToolSpec) -> ToolSpec:
     """Return the spec reduced to the names and types of its parameters."""
     properties = spec.parameters.get("properties", {})
     types = {name: {"type": schema.get("type", "string")} for name, schema in properties.items()}

@@ -24,7 +24,7 @@ from TrainingFactory.types import Reward, Task, Trajectory, Turn
 # "whole": a `GroupReward`, which scores a group with its own method `group`.
 RewardSignature = Literal["episode", "trajectory", "episodes", "trajectories", "completions", "whole"]
 _GROUP_SIGNATURES: dict[str, RewardSignature] = {"trajectory": "trajectories", "episode": "episodes"}
-_HINT_PATTERN = re.compile(
+_HINT_RE = re.compile(
     r"(?P<several>(?i:list|tuple|sequence|iterable|collection)\[)?(?:\w+\.)*(?P<kind>Trajectory|Episode)\b"
 )
 
@@ -129,10 +129,8 @@ class AdaptedReward:
         }
         parameters = inspect.signature(self.function).parameters.values()
         named_parameters = [parameter for parameter in parameters if parameter.kind != parameter.VAR_KEYWORD]
-        required_names = {
-            parameter.name for parameter in named_parameters if parameter.default is parameter.empty
-        }
-        if missing_columns := sorted(required_names - columns.keys()):
+        required = {parameter.name for parameter in named_parameters if parameter.default is parameter.empty}
+        if missing_columns := sorted(required - columns.keys()):
             raise Unscored(
                 f"the reward {self.name} requires the columns {', '.join(missing_columns)}, which the tasks do not "
                 f"have; available columns: {', '.join(sorted(columns))}"
@@ -196,10 +194,8 @@ def _infer_signature(function: Callable[..., Any], name: str) -> RewardSignature
             "episodes or trajectories (a list of them), or (completions, **columns)"
         ) from None
     parameter = next(iter(parameters.values()))
-    type_hint = parameter.annotation
-    match = _HINT_PATTERN.search(
-        type_hint.__qualname__ if isinstance(type_hint, type) and not get_args(type_hint) else str(type_hint)
-    )
+    hint = parameter.annotation
+    match = _HINT_RE.search(hint.__qualname__ if isinstance(hint, type) and not get_args(hint) else str(hint))
     input_name = match["kind"].lower() if match else parameter.name
     if match and match["several"]:
         return _GROUP_SIGNATURES[input_name]

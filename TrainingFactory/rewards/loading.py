@@ -19,7 +19,7 @@ from TrainingFactory.common.user_code import (
 )
 from TrainingFactory.rewards.adapt import AdaptedReward, as_reward
 
-OBJECT_KIND = "reward"
+KIND = "reward"
 
 
 def load_reward(target: str, options: Mapping[str, Any] | None = None) -> AdaptedReward:
@@ -46,7 +46,7 @@ def with_absolute_path(target: str) -> str:
 
 def _resolve_target(target: str) -> Any:
     if is_file_name(target):
-        module, path, name = import_named(OBJECT_KIND, target)
+        module, path, name = import_named(KIND, target)
         return _find_function(module, str(path), name)
     module_name, colon, name = target.partition(":")
     if not colon or not module_name or not name.isidentifier():
@@ -57,9 +57,7 @@ def _resolve_target(target: str) -> Any:
     try:
         module = import_module(module_name)
     except ModuleNotFoundError as error:
-        raise ValueError(
-            f"{OBJECT_KIND} {target!r}: {error}; to load a file, write its name with .py"
-        ) from error
+        raise ValueError(f"{KIND} {target!r}: {error}; to load a file, write its name with .py") from error
     except (Exception, SystemExit) as error:  # user code
         raise as_value_error(error) from error
     return _find_function(module, module_name, name)

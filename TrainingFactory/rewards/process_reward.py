@@ -93,11 +93,9 @@ def valid_arguments(trajectory: Trajectory, turn: int) -> bool:
 def no_repeated_call(trajectory: Trajectory, turn: int) -> bool:
     """Return whether the turn has calls, and none repeats an earlier call with the same arguments."""
     earlier_calls = {
-        _encode_call(call)
-        for earlier_turn in trajectory.turns[:turn]
-        for call in earlier_turn.message.tool_calls
+        _encode(call) for earlier_turn in trajectory.turns[:turn] for call in earlier_turn.message.tool_calls
     }
-    call_keys = [_encode_call(call) for call in trajectory.turns[turn].message.tool_calls]
+    call_keys = [_encode(call) for call in trajectory.turns[turn].message.tool_calls]
     return bool(call_keys) and len(set(call_keys)) == len(call_keys) and earlier_calls.isdisjoint(call_keys)
 
 
@@ -117,10 +115,8 @@ def clear_reasoning(trajectory: Trajectory, turn: int) -> bool:
     if len({word for word in words if not word.isdigit()}) < MIN_WORDS:
         return False
     earlier_turns = trajectory.turns[:turn]
-    task_prompt = trajectory.task.prompt
-    prompt = trajectory.prompt or (
-        [Message("user", task_prompt)] if isinstance(task_prompt, str) else task_prompt
-    )
+    request = trajectory.task.prompt
+    prompt = trajectory.prompt or ([Message("user", request)] if isinstance(request, str) else request)
     messages = [*prompt, *(reply for earlier_turn in earlier_turns for reply in earlier_turn.replies)]
     results = [
         result.content for earlier_turn in earlier_turns for result in earlier_turn.tool_results if result.ok
@@ -129,10 +125,8 @@ def clear_reasoning(trajectory: Trajectory, turn: int) -> bool:
     texts += [result[:MAX_SEARCHED_CHARS] for result in reversed(results)]
     if any(words == _to_words(text) for text in (*texts, *map(_get_reasoning, earlier_turns))):
         return False
-    reasoning_text = f" {' '.join(words)} "
-    return any(
-        f" {' '.join(_to_words(value))} " in reasoning_text for text in texts for value in _find_values(text)
-    )
+    reason = f" {' '.join(words)} "
+    return any(f" {' '.join(_to_words(value))} " in reason for text in texts for value in _find_values(text))
 
 
 def efficient_path(trajectory: Trajectory, turn: int) -> float:
@@ -189,7 +183,7 @@ def _find_values(text: str) -> list[str]:
     return candidates + [match[1] or match[0] for match in VALUE_PATTERN.finditer(text)]
 
 
-def _encode_call(call: ToolCall) -> str:
+def _encode(call: ToolCall) -> str:
     return f"{call.name} {json.dumps(call.arguments, sort_keys=True, default=str)}"
 
 

@@ -223,7 +223,7 @@ async def _make_rollout_setup(
     reward = movable_reward or build_rewards.make_reward(config)
     await build_rewards.open_reward(reward, exit_stack, notify)
     is_evaluated = config.training.eval_every is not None
-    heldout_reward = build_rewards.make_heldout_reward(reward, notify if is_evaluated else lambda _: None)
+    heldout_reward = build_rewards.get_heldout_reward(reward, notify if is_evaluated else lambda _: None)
     if tasks := training.data.tasks or training.data.heldout:
         await check_tools(environment, tasks[0], chat, reward)
 

@@ -15,10 +15,10 @@ import yaml
 from TrainingFactory.assembly import memory
 from TrainingFactory.assembly.memory import (
     WeightCounts,
-    estimate_image_bytes,
     get_active_experts,
     get_attention_widths,
     get_cache_bytes,
+    get_image_bytes,
     get_mlp_width,
     get_state_bytes,
 )
@@ -263,7 +263,7 @@ def estimate_learner_bytes(
     )
     if shape.tower is not None:
         images = images or ImageUse.largest(config.model.image_tokens)
-        sizes |= estimate_image_bytes(config, shape.tower, images, token_budget, 2)
+        sizes |= get_image_bytes(config, shape.tower, images, token_budget, 2)
     return sizes
 
 

@@ -86,10 +86,8 @@ def format_rows(rows: Any, format_type: str, tokenizer: Any = None) -> list[dict
     """Convert rows with `question` and `answer` to records of the format `sft` or `rl`."""
 
     def convert(row: DatasetRow, row_number: int) -> dict[str, Any]:
-        if missing_keys := [key for key in ("question", "answer") if key not in row.columns]:
-            raise ValueError(
-                f"has no {' and no '.join(missing_keys)}. Its keys are: {', '.join(row.columns)}"
-            )
+        if missing := [key for key in ("question", "answer") if key not in row.columns]:
+            raise ValueError(f"has no {' and no '.join(missing)}. Its keys are: {', '.join(row.columns)}")
         return make_sft_row(row.columns) if format_type == "sft" else make_rl_row(row.columns, tokenizer)
 
     if format_type not in FORMATS:

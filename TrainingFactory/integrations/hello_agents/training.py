@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # torch, which takes seconds
     from TrainingFactory.trainers.trainer import Trainer
 
 RECORD_FILE = "training_result.json"  # in output_dir; lists the files of the model
-# Key of the textbook -> ours. `_convert_special` converts the keys that need more than another name.
+# Key of the textbook -> ours. `_convert` converts the keys that need more than another name.
 OPTION_KEYS = {
     **{key: f"training.{key}" for key in ("num_epochs", "batch_size", "learning_rate", "warmup_steps", "weight_decay",
                                           "max_grad_norm", "max_steps", "gradient_checkpointing", "seed")},
@@ -96,18 +96,16 @@ def train(
     }  # fmt: skip
 
 
-def make_config_sections(
-    algorithm: str, settings: Mapping[str, Any], num_rows: int
-) -> dict[str, dict[str, Any]]:
+def make_config_sections(algorithm: str, keys: Mapping[str, Any], num_rows: int) -> dict[str, dict[str, Any]]:
     """Convert the textbook's keys to sections of a config, which validates the values."""
-    options = {key: value for key, value in settings.items() if value is not None}
+    options = {key: value for key, value in keys.items() if value is not None}
     if accumulation_steps := options.get("gradient_accumulation_steps"):
         options["batch_size"] = options.get("batch_size", BATCH_SIZE) * accumulation_steps
     option_rows = [
         (OPTION_KEYS.get(key, key), key, options[key]) for key in options if key in OPTION_KEYS or "." in key
     ]
     sections: dict[str, dict[str, Any]] = {}
-    for full_key, key, value in (*option_rows, *_convert_special(algorithm, options, num_rows)):
+    for full_key, key, value in (*option_rows, *_convert(algorithm, options, num_rows)):
         section, _, name = full_key.partition(".")
         current_value = sections.setdefault(section, {}).setdefault(name, value)
         if current_value != value:
@@ -115,9 +113,7 @@ def make_config_sections(
     return sections
 
 
-def _convert_special(
-    algorithm: str, options: Mapping[str, Any], num_rows: int
-) -> Iterator[tuple[str, str, Any]]:
+def _convert(algorithm: str, options: Mapping[str, Any], num_rows: int) -> Iterator[tuple[str, str, Any]]:
     """Yield our key, the textbook's key and the converted value of each option that needs a conversion."""
     if "optimizer" in options:
         yield "training.optimizer", "optimizer", OPTIMIZERS.get(options["optimizer"], options["optimizer"])
@@ -131,15 +127,13 @@ def _convert_special(
         # For algorithms without `clip` the config reports the key.
         for name in ("clip_low", "clip_high") if algorithm == "grpo" else ("clip",):
             yield f"{algorithm}.{name}", "clip_range", options["clip_range"]
-    uses_tensorboard, uses_wandb = options.get("use_tensorboard"), options.get("use_wandb")
-    if uses_tensorboard is None:  # used if installed; requested explicitly, a missing package is an error
-        uses_tensorboard = importlib.util.find_spec("tensorboard") is not None
-    if trackers := [
-        name for name, is_used in (("tensorboard", uses_tensorboard), ("wandb", uses_wandb)) if is_used
-    ]:
+    tensorboard, wandb = options.get("use_tensorboard"), options.get("use_wandb")
+    if tensorboard is None:  # used if installed; requested explicitly, a missing package is an error
+        tensorboard = importlib.util.find_spec("tensorboard") is not None
+    if trackers := [name for name, is_used in (("tensorboard", tensorboard), ("wandb", wandb)) if is_used]:
         yield "logging.trackers", "use_wandb", trackers
     if "wandb_project" in options:
-        if not uses_wandb:
+        if not wandb:
             raise ValueError("wandb_project is set, but use_wandb is not. Remove it, or set use_wandb: true.")
         yield "logging.wandb", "wandb_project", {"project": options["wandb_project"]}
 

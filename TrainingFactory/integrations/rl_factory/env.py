@@ -44,10 +44,8 @@ class EnvOptions(dict[str, Any]):
         try:
             return self[name]
         except KeyError:
-            available_names = ", ".join(self) or "none"
-            raise AttributeError(
-                f"environment.options has no {name!r}. Available: {available_names}"
-            ) from None
+            names = ", ".join(self) or "none"
+            raise AttributeError(f"environment.options has no {name!r}. Available: {names}") from None
 
 
 class Env(ForeignEnvironment):
@@ -101,11 +99,9 @@ class Env(ForeignEnvironment):
 
     def accepts(self, method: str, **options: Any) -> bool:
         """Return whether a method accepts the base class's required arguments and the keywords `options`."""
-        required_parameters = [
-            parameter for parameter in _list_parameters(method) if parameter.default is parameter.empty
-        ]
+        required = [parameter for parameter in _list_params(method) if parameter.default is parameter.empty]
         try:
-            inspect.signature(getattr(self, method)).bind(*required_parameters, **options)
+            inspect.signature(getattr(self, method)).bind(*required, **options)
         except TypeError:
             return False
         return True
@@ -140,7 +136,7 @@ class Env(ForeignEnvironment):
                 raise ValueError(f"{name}.{method} is never called; did you mean {closest_method}?")
         for method in METHODS:
             if not self.accepts(method) and not (method == RULES and self.accepts(RULES, if_val=False)):
-                parameters = ", ".join(["self", *(parameter.name for parameter in _list_parameters(method))])
+                parameters = ", ".join(["self", *(parameter.name for parameter in _list_params(method))])
                 signature = inspect.signature(getattr(self, method))
                 raise ValueError(
                     f"{name}.{method}{signature} has a wrong signature. Use {method}({parameters})."
@@ -245,7 +241,7 @@ def _read_reply(method: Any, data_source: Any, truth: Any, extra_info: Any, repl
     return as_finite(method(data_source, reply, truth, extra_info), READ_REPLY)
 
 
-def _list_parameters(method: str) -> list[inspect.Parameter]:
+def _list_params(method: str) -> list[inspect.Parameter]:
     """Return the parameters of a method of `Env`, without `self`."""
     return [*inspect.signature(getattr(Env, method)).parameters.values()][1:]
 

@@ -12,9 +12,7 @@ LINE = re.compile(r"^(?![ \t]*#)(?:.*\\\n)*.*", re.MULTILINE)  # including its b
 COMMAND_PATTERN = re.compile(r"verl[./]trainer[./]main_(\w*)")
 ASSIGNMENT = re.compile(r"(?:export\s+|declare\s+(?:-\w+\s+)?|readonly\s+|local\s+)?(\w+)=(.*)", re.DOTALL)
 OVERRIDE_PATTERN = re.compile(r"\+{0,2}([A-Za-z_][\w./@]*)=(.*)", re.DOTALL)
-STRAY_KEY_PATTERN = re.compile(
-    r"\s*\+{0,2}(?:data|actor_rollout_ref|algorithm|trainer|critic|reward_\w+)\.[\w.]+="
-)
+STRAY_KEY = re.compile(r"\s*\+{0,2}(?:data|actor_rollout_ref|algorithm|trainer|critic|reward_\w+)\.[\w.]+=")
 # $NAME, ${NAME}, ${NAME:-default}, and what only a shell can evaluate: $(command), `command`, $((1 + 1)), other ${...}
 VARIABLE_REGEX = r"\$(?:(\w+)|\{(\w+)(?::?-([^}]*))?\}|\(\(.*?\)\)|\([^)]*\)|\{[^}]*\}|[@*#?$!-])|`[^`]*`"
 UNQUOTED_PATTERN = re.compile(rf"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|{VARIABLE_REGEX}""", re.DOTALL)
@@ -23,7 +21,7 @@ SHELL_ONLY = re.compile("\ue000(.*?)\ue000")  # a value that only the shell know
 COMMAND_END_PATTERN = re.compile(r"\d?>|&?>>?|<|\||;|&")
 # Characters; RL-Factory's own scripts have 4,000. Nested ${A:-${B:-... takes quadratic time.
 MAX_SCRIPT_CHARS = 16_000
-MAX_EXPANDED_CHARS = 100_000  # total characters of all expanded variables of one script
+MAX_CHARS = 100_000  # total characters of all expanded variables of one script
 
 
 @dataclass(slots=True)
@@ -31,11 +29,11 @@ class LaunchScript:
     """Training command of a script.
 
     `overrides` maps keys to values after shell expansion, with markers around parts that only the shell knows;
-    `unparsed_words` are the remaining words of the command."""
+    `extras` are the remaining words of the command."""
 
     path: str
     overrides: dict[str, str] = field(default_factory=dict)
-    unparsed_words: list[str] = field(default_factory=list)
+    extras: list[str] = field(default_factory=list)
 
 
 def read_script(path: Path, variables: Mapping[str, str]) -> LaunchScript:
@@ -60,7 +58,7 @@ def read_script(path: Path, variables: Mapping[str, str]) -> LaunchScript:
             raise ValueError(f"{path}:{line_number}: invalid shell command: {error}") from None
         if any(map(COMMAND_PATTERN.search, words)):
             commands.append((line_number, words))
-        elif STRAY_KEY_PATTERN.match(line):
+        elif STRAY_KEY.match(line):
             raise ValueError(
                 f"{path}:{line_number}: {line.split()[0][:80]} belongs to no command. End the line before it with a "
                 "backslash and nothing after it."
@@ -76,7 +74,7 @@ class Expansion:
     characters holds for all lines of a script, because a line such as `A=$A$A` doubles a value each time."""
 
     variables: dict[str, str]
-    remaining_chars: int = MAX_EXPANDED_CHARS
+    remaining_chars: int = MAX_CHARS
 
     def expand_line(self, line: str) -> str:
         return UNQUOTED_PATTERN.sub(self._expand, line)
@@ -96,9 +94,7 @@ class Expansion:
             value = f"\ue000${{{variable}}}\ue000"
         self.remaining_chars -= len(value)
         if self.remaining_chars < 0:
-            raise ValueError(
-                f"variables expand to more than {MAX_EXPANDED_CHARS} characters. Use shorter values."
-            )
+            raise ValueError(f"variables expand to more than {MAX_CHARS} characters. Use shorter values.")
         return value
 
 
@@ -108,10 +104,8 @@ def _parse_training_command(path: str, commands: Sequence[tuple[int, list[str]]]
     if len(trainings) != 1:
         reason = "no command `python3 -m verl.trainer.main_ppo key=value ...`. Use a script of RL-Factory."
         if trainings:
-            line_list = ", ".join(str(line_number) for line_number, _ in trainings)
-            reason = (
-                f"starts {len(trainings)} trainings (lines {line_list}). Keep only one of them in a copy."
-            )
+            numbers = ", ".join(str(line_number) for line_number, _ in trainings)
+            reason = f"starts {len(trainings)} trainings (lines {numbers}). Keep only one of them in a copy."
         elif commands:
             reason = f"line {commands[0][0]} starts verl, but no training. Only verl.trainer.main_ppo is translated."
         raise ValueError(f"{path}: {reason}")
@@ -124,7 +118,7 @@ def _parse_training_command(path: str, commands: Sequence[tuple[int, list[str]]]
         if override := OVERRIDE_PATTERN.fullmatch(argument):
             script.overrides[override[1]] = override[2]
         else:
-            script.unparsed_words.append(argument)
+            script.extras.append(argument)
     if not script.overrides:
         raise ValueError(f"{path}: the training command has no overrides (key=value) to translate")
     return script

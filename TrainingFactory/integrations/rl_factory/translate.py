@@ -44,9 +44,7 @@ class Translation:
         self._translate_trainer()
         for key in [*self._overrides]:
             self._note(key, self._overrides[key], *keys.find_reason(key))
-        self.notes += [
-            f"{argument}: {NOT_NEEDED}: it is not an override" for argument in script.unparsed_words
-        ]
+        self.notes += [f"{argument}: {NOT_NEEDED}: it is not an override" for argument in script.extras]
 
     def text(self) -> str:
         """Return the config as YAML, with the notes as comments at its end."""
@@ -97,7 +95,7 @@ class Translation:
             self.sections["grpo"] = {"scale_rewards": True, "clip_high": 0.2}  # verl's defaults
         elif advantage_name:
             self._set_key("grpo.advantage", advantage_name)
-        if any(keys.RL_FACTORY_CONFIG in argument for argument in self.script.unparsed_words):
+        if any(keys.RL_FACTORY_CONFIG in argument for argument in self.script.extras):
             self._overrides = keys.DEFAULTS | self._overrides
         for key, config_key in {**keys.UNCHANGED_KEYS, **keys.KEYS_BY_ALGORITHM[self.algorithm]}.items():
             if key in self._overrides:
@@ -118,10 +116,8 @@ class Translation:
         max_response_tokens = self._pop_int("data.max_response_length")
         if max_response_tokens:
             self._set_key("sampling.max_tokens", max_response_tokens)
-        if max_prompt_tokens := self._pop_int("data.max_prompt_length"):
-            self._set_key(
-                "model.max_length", max_prompt_tokens + (max_response_tokens or 512)
-            )  # verl's default
+        if prompt_size := self._pop_int("data.max_prompt_length"):
+            self._set_key("model.max_length", prompt_size + (max_response_tokens or 512))  # verl's default
         batch_size = self.sections["training"].get("batch_size")
         minibatch_size = self._pop_int("actor.ppo_mini_batch_size")
         if minibatch_size > 0 and isinstance(batch_size, int) and batch_size % minibatch_size == 0:
@@ -203,15 +199,11 @@ class Translation:
             self._set_key("logging.wandb", {"project": str(project)})
         if save_interval := self._pop_int("trainer.save_freq"):
             self._set_key("logging.checkpoint_every", save_interval)
-        if "heldout" in self.sections.get("data", {}) and (
-            eval_interval := self._pop_int("trainer.test_freq")
-        ):
-            self._set_key("training.eval_every", eval_interval)
-        gpu_count_keys = [
-            key for key in ("trainer.n_gpus_per_node", "trainer.nnodes") if key in self._overrides
-        ]
-        if gpu_count_keys:
-            self._set_key("compute.num_gpus", prod(self._pop_int(key, 1) for key in gpu_count_keys))
+        if "heldout" in self.sections.get("data", {}) and (interval := self._pop_int("trainer.test_freq")):
+            self._set_key("training.eval_every", interval)
+        gpu_keys = [key for key in ("trainer.n_gpus_per_node", "trainer.nnodes") if key in self._overrides]
+        if gpu_keys:
+            self._set_key("compute.num_gpus", prod(self._pop_int(key, 1) for key in gpu_keys))
         if self._overrides.get("rollout.mode") == "async":
             self._set_key("optimization.async_rollout", bool(self._overrides.pop("rollout.mode")))
 

@@ -86,9 +86,7 @@ def make_swift_arguments(config: TrainingConfig, folder: Path) -> tuple[dict[str
     for name, (key, translations) in VALUE_TRANSLATIONS.items():
         if key in options:
             value = options.pop(key)
-            match = next(
-                (swift_value for swift_value, our_value in translations.items() if our_value == value), None
-            )
+            match = next((swift_value for swift_value, ours in translations.items() if ours == value), None)
             if match is None:
                 options[key] = value
             else:

@@ -188,14 +188,12 @@ class SwiftTranslation:
             if is_for_other_algorithm or is_disabled:
                 self._note_unused(name, value)
                 continue
-            is_integral = (
+            is_int = (
                 isinstance(value, float)
                 and value.is_integer()
                 and name not in ("temperature", "lora_dropout")
             )
-            self._set_key(
-                self._fill_key(key), int(value) if is_integral and key != "grpo.clip_dual" else value
-            )
+            self._set_key(self._fill_key(key), int(value) if is_int and key != "grpo.clip_dual" else value)
         if "grpo" in self.sections and "clip_high" not in self.sections["grpo"]:
             self._set_key("grpo.clip_high", self.sections["grpo"]["clip_low"])  # theirs is epsilon
 
@@ -221,29 +219,25 @@ class SwiftTranslation:
         if not self.sections.get("lora", {}).get("enabled"):
             self.sections.pop("lora", None)
         elif modules:
-            module_names = [modules] if isinstance(modules, str) else list(modules)
-            self._set_key(
-                "lora.target_modules", module_names[0] if module_names == ["all-linear"] else module_names
-            )
+            names = [modules] if isinstance(modules, str) else list(modules)
+            self._set_key("lora.target_modules", names[0] if names == ["all-linear"] else names)
 
     def _note_unused(self, name: str, value: Any) -> None:
         if not self.is_complete:
             self._note(name, value, NOT_NEEDED, f"it has no effect with {self.algorithm}")
 
     def _note_remaining(self) -> None:
-        unlisted_names: list[str] = []
+        names: list[str] = []
         for name, value in self._arguments.items():
             status, reason = keys.find_reason(name)
             if self.is_complete and (status == NOT_NEEDED or not value):
                 continue
             if self.is_complete and status == NO_COUNTERPART:
-                unlisted_names.append(name)
+                names.append(name)
             else:
                 self._note(name, value, status, reason)
-        if unlisted_names:
-            self.notes.append(
-                f"{NO_COUNTERPART}, mostly defaults of ms-swift: {', '.join(sorted(unlisted_names))}"
-            )
+        if names:
+            self.notes.append(f"{NO_COUNTERPART}, mostly defaults of ms-swift: {', '.join(sorted(names))}")
 
 
 def _read_text(path: Path) -> str:

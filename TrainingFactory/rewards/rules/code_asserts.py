@@ -104,9 +104,7 @@ def _inline_checks(tree: ast.Module) -> Iterator[ast.stmt]:
             case ast.Expr(ast.Call(ast.Name(name), [ast.expr() as argument], [])) if name in checks:
                 [parameter] = checks[name].args.args
                 argument_names = {parameter.arg, *(node.id for node in _get_names(argument))}
-                if isinstance(argument, ast.Starred) or argument_names & set(
-                    _find_bound_names(checks[name].body)
-                ):
+                if isinstance(argument, ast.Starred) or argument_names & set(_bound_names(checks[name].body)):
                     raise _NotSplittable
                 yield ast.Assign([ast.Name(parameter.arg, ast.Store())], argument)
                 yield from checks[name].body
@@ -135,10 +133,8 @@ class _Splitter:
     def __init__(self, statements: Sequence[ast.stmt]) -> None:
         self.statements = statements
         self.conditions: list[Condition] = []  # on the values, in order
-        num_bindings = Counter(_find_bound_names(statements))
-        assignments = [
-            pair for pair in map(_read_assignment, statements) if pair and num_bindings[pair[0]] == 1
-        ]
+        num_bindings = Counter(_bound_names(statements))
+        assignments = [pair for pair in map(_assignment, statements) if pair and num_bindings[pair[0]] == 1]
         # Names that the test binds, except to objects of the code: results of their calls could be guessed.
         self.local_names = set(num_bindings)
         self.local_names -= {name for name, value in assignments if self._is_tested_code(value)}
@@ -163,7 +159,7 @@ class _Splitter:
 
     def _get_literal_name(self, statement: ast.stmt) -> str | None:
         """Return the name that a statement binds to a literal, which the tested code must not see; else None."""
-        assignment = _read_assignment(statement)
+        assignment = _assignment(statement)
         return assignment[0] if assignment is not None and assignment[0] in self.constants else None
 
     def _rewrite_statement(self, statement: ast.stmt) -> Iterator[ast.stmt]:
@@ -262,7 +258,7 @@ class _Splitter:
         )
 
 
-def _read_assignment(statement: ast.stmt) -> tuple[str, ast.expr] | None:
+def _assignment(statement: ast.stmt) -> tuple[str, ast.expr] | None:
     """Return the name and the value of a statement `name = value`; None for other statements."""
     match statement:
         case ast.Assign([ast.Name(name)], value):
@@ -270,7 +266,7 @@ def _read_assignment(statement: ast.stmt) -> tuple[str, ast.expr] | None:
     return None
 
 
-def _find_bound_names(statements: Sequence[ast.stmt]) -> Iterator[str]:
+def _bound_names(statements: Sequence[ast.stmt]) -> Iterator[str]:
     """Yield the names that the statements bind, once per binding."""
     for node in (node for statement in statements for node in ast.walk(statement)):
         match node:

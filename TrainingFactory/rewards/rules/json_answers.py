@@ -54,7 +54,7 @@ def _reject_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def is_same_json(value: Any, reference: Any) -> bool:
+def same_json(value: Any, reference: Any) -> bool:
     """Return whether two JSON values are equal, floats up to rounding; true is not 1."""
     if isinstance(value, bool) or isinstance(reference, bool):
         return value is reference
@@ -66,9 +66,9 @@ def is_same_json(value: Any, reference: Any) -> bool:
             return False
     if isinstance(value, dict) and isinstance(reference, dict):
         has_same_keys = value.keys() == reference.keys()
-        return has_same_keys and all(is_same_json(value[key], reference[key]) for key in reference)
+        return has_same_keys and all(same_json(value[key], reference[key]) for key in reference)
     if isinstance(value, list) and isinstance(reference, list):
-        return len(value) == len(reference) and all(map(is_same_json, value, reference))
+        return len(value) == len(reference) and all(map(same_json, value, reference))
     return type(value) is type(reference) and value == reference
 
 
@@ -107,10 +107,8 @@ class JsonRule(ExtractionRule):
 
     def _compute_correct_share(self, answer: Any, reference: Any) -> float:
         if not (self.partial and reference and isinstance(reference, dict) and isinstance(answer, dict)):
-            return float(is_same_json(answer, reference))
-        num_correct = sum(
-            key in answer and is_same_json(answer[key], value) for key, value in reference.items()
-        )
+            return float(same_json(answer, reference))
+        num_correct = sum(key in answer and same_json(answer[key], value) for key, value in reference.items())
         return num_correct / len(reference.keys() | answer.keys())
 
 

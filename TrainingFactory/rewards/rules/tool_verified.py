@@ -19,7 +19,7 @@ from TrainingFactory.common.sql.compare import RunQuery
 from TrainingFactory.protocols import Episode, RewardFunction
 from TrainingFactory.rewards.rules.answers import get_references
 from TrainingFactory.rewards.rules.code import CodeTests, ToolRule, make_tool_caller, run_and_read
-from TrainingFactory.rewards.rules.json_answers import is_same_json
+from TrainingFactory.rewards.rules.json_answers import same_json
 from TrainingFactory.rewards.rules.numbers import Number, normalise_symbols
 from TrainingFactory.rewards.rules.numeric import NumericRule
 from TrainingFactory.rewards.rules.rule_based import make_rule_from_options
@@ -64,15 +64,13 @@ class CodeCases(ToolRule):
         pass_flags += await asyncio.gather(*(self._passes(run_code, code, entry, *case) for case in cases))
         return self.make_reward(sum(pass_flags) / len(pass_flags) if self.partial else all(pass_flags))
 
-    async def _passes(
-        self, run_code: RunQuery, code: str, entry: str, args: list[Any], expected: Any
-    ) -> bool:
+    async def _passes(self, run: RunQuery, code: str, entry: str, args: list[Any], expected: Any) -> bool:
         arguments = json.dumps(json.dumps(args))
         expression = f"_json.dumps({entry}(*_json.loads({arguments})))"
         expected_chars = len(json.dumps(expected))
-        output = await run_and_read(run_code, f"{code}\n\nimport json as _json", expression, expected_chars)
+        output = await run_and_read(run, f"{code}\n\nimport json as _json", expression, expected_chars)
         try:
-            return output is not None and is_same_json(json.loads(output), expected)
+            return output is not None and same_json(json.loads(output), expected)
         except (ValueError, RecursionError):
             return False
 
