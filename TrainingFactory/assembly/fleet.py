@@ -158,14 +158,12 @@ def _make_fleet(
 
 def make_launcher(
     compute: ComputeSection, spec: EngineSpec, num_engines: int, gpus: float | None, notify: Notify, role: str,
-    log_dir: Path | None = None,
+    logs: Path | None = None,
 ) -> EngineLauncher:  # fmt: skip
     """Return the launcher of `num_engines` engines: local processes, or actors on the Ray cluster. Engines log into
-    `log_dir`."""
+    `logs`."""
     start_timeout = compute.start_timeout
     if compute.backend != "ray":
-        return LocalEngineLauncher(
-            spec, start_timeout=start_timeout, notify=notify, folder=log_dir, role=role
-        )
+        return LocalEngineLauncher(spec, start_timeout=start_timeout, notify=notify, folder=logs, role=role)
     session, cpus = RaySession(compute.address, compute.num_gpus), compute.cpus_per_sampler
-    return RayEngineLauncher(session, spec, num_engines, gpus, cpus, start_timeout, notify, role, log_dir)
+    return RayEngineLauncher(session, spec, num_engines, gpus, cpus, start_timeout, notify, role, logs)

@@ -56,7 +56,7 @@ def estimate_model_memory(
 
 
 def estimate_device_bytes(
-    config: TrainingConfig, shape: Any, counts: WeightCounts, needed_inputs: Set[str], max_length: int,
+    config: TrainingConfig, shape: Any, counts: WeightCounts, needs: Set[str], max_length: int,
     tower: TowerShape | None = None, images: ImageUse | None = None,
 ) -> dict[str, float]:  # fmt: skip
     """Return the bytes of each part on a device that learns and samples. `shape` has the attributes of a text config.
@@ -65,7 +65,7 @@ def estimate_device_bytes(
     max_staleness = config.optimization.effective_max_staleness
     num_episodes = training.batch_size * count_max_leaves(config)
     num_tokens = min(training.token_budget, num_episodes * max_length)
-    sizes = estimate_learner_bytes(config, shape, counts, needed_inputs, num_learners, num_tokens)
+    sizes = estimate_learner_bytes(config, shape, counts, needs, num_learners, num_tokens)
     if tower is not None:
         images = images or ImageUse.largest(config.model.image_tokens)
         sizes |= get_image_bytes(config, tower, images, num_tokens, counts.itemsize)
@@ -200,13 +200,13 @@ def get_attention_widths(shape: Any) -> tuple[int, int]:
     return shape.num_attention_heads * head_width, num_key_heads * head_width
 
 
-def compute_cache_limit(config: TrainingConfig, model: Any, needed_inputs: Set[str], max_length: int) -> int:
+def compute_cache_limit(config: TrainingConfig, model: Any, needs: Set[str], max_length: int) -> int:
     """Return the maximum bytes of a KV cache that shares the device with the learner: `sampling.cache_gib`, or the
     memory that is free at the learner's peak."""
     if config.sampling.cache_gib is not None:
         return int(config.sampling.cache_gib * GIB)
     device = next(model.parameters()).device
-    estimate = estimate_model_memory(config, model, needed_inputs, max_length)
+    estimate = estimate_model_memory(config, model, needs, max_length)
     peak_bytes = sum(num_bytes for part, num_bytes in estimate.items() if part not in ("cache", "states"))
     allocated_bytes = torch.cuda.memory_allocated(device) if device.type == "cuda" else estimate["weights"]
     free_memory = get_free_memory(device)

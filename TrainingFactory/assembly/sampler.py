@@ -144,11 +144,11 @@ def make_engine(
     num_episodes: int,
     samples_ahead: bool = False,
     gathered_model: Any = None,
-    needed_inputs: Set[str] | None = None,
+    needs: Set[str] | None = None,
 ) -> NativeEngine:
     """Make the native engine. With `samples_ahead` it samples from its own copy of the weights, because the model is
     trained meanwhile. With `gathered_model` it uses that object's whole model, because the learner's is sharded.
-    `needed_inputs` are the inputs of the algorithm; set them if a learner shares the device, to limit the KV cache."""
+    `needs` are the algorithm's inputs; set them if a learner shares the device, to limit the KV cache."""
     from TrainingFactory.assembly.memory import GIB, compute_cache_limit
     from TrainingFactory.sampling import NativeEngine
 
@@ -157,8 +157,8 @@ def make_engine(
     )
     context_length, cache_gib = get_max_length(config, loaded_model), config.sampling.cache_gib
     cache_bytes = None if cache_gib is None else int(cache_gib * GIB)
-    if needed_inputs is not None and gathered_model is None and loaded_model.model.device.type == "cuda":
-        cache_bytes = compute_cache_limit(config, loaded_model.model, needed_inputs, context_length)
+    if needs is not None and gathered_model is None and loaded_model.model.device.type == "cuda":
+        cache_bytes = compute_cache_limit(config, loaded_model.model, needs, context_length)
     return NativeEngine(
         engine_model if gathered_model is None else gathered_model.model,
         source=gathered_model or (loaded_model.model if samples_ahead else None),
@@ -173,16 +173,15 @@ def make_engine(
 def make_training_sampler(
     config: TrainingConfig, loaded_model: LoadedModel, policy: LocalPolicy, episodes: int, samples_ahead: bool,
     notify: Notify,
-    log_folder: Path,
+    logs: Path,
 ) -> Sampler:  # fmt: skip
     """Make the sampler of a training run: an engine that shares the policy's weights, or engines in other processes
-    that load published weights and log into `log_folder`."""
+    that load published weights and log into the folder `logs`."""
     publisher = policy.publisher
     if publisher is None or not publisher.model_folder:
         return make_engine(config, loaded_model, episodes, samples_ahead, publisher, policy.algorithm.needs)
-    return make_training_fleet(
-        config, publisher, get_max_length(config, loaded_model), episodes, notify, log_folder
-    )
+    length = get_max_length(config, loaded_model)
+    return make_training_fleet(config, publisher, length, episodes, notify, logs)
 
 
 def make_publishing_policy(
