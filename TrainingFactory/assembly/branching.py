@@ -23,16 +23,16 @@ def _load_function(config: TrainingConfig) -> Any:
     section = config.training.branching
     if section is None or section.at != "function" or section.function is None:
         return None
-    func_name = section.function
+    target = section.function
     key = ("training", "branching", "function")
-    if not split_name(func_name)[1]:
-        raise config.wrong([Problem(key, "name a function of the file, as in forks.py:uncertain", func_name)])
+    if not split_name(target)[1]:
+        raise config.wrong([Problem(key, "name a function of the file, as in forks.py:uncertain", target)])
     try:
-        _, _, [function] = load_objects("training.branching.function", func_name)
+        _, _, [function] = load_objects("training.branching.function", target)
     except ValueError as error:
         raise config.wrong([Problem(key, str(error))]) from error
     if not callable(function):
-        raise config.wrong([Problem(key, "is not a function", func_name)])
+        raise config.wrong([Problem(key, "is not a function", target)])
     return function
 
 

@@ -23,7 +23,7 @@ class DatasetFit:
     """Dataset forms that the first rows of a dataset fit, and the first problem with each other form."""
 
     num_rows: int
-    has_more: bool
+    has_more_rows: bool
     columns: list[str]
     examples_by_form: dict[Form, Examples] = field(default_factory=dict)
     problem_by_form: dict[Form, str] = field(default_factory=dict)

@@ -18,7 +18,7 @@ from TrainingFactory.rollout.episode import EpisodeRun, EpisodeSettings
 from TrainingFactory.tools.endpoints.client import EndpointClient, ModelFailure
 from TrainingFactory.types import Completion, Message, SamplingParams, ToolSpec, Trajectory, Turn, Weights
 
-PREFIX = "endpoint"  # of metrics and signals
+NAMESPACE = "endpoint"  # of metrics and signals
 MAX_LENGTH = 2**31  # the endpoint limits its own context
 
 
@@ -104,7 +104,7 @@ class EndpointSampler:
 
         body = json.dumps(self.endpoint.make_body(request), sort_keys=True)
         try:
-            return await self.client.request((PREFIX, self.endpoint.identity, body, f"{seed}"), send)
+            return await self.client.request((NAMESPACE, self.endpoint.identity, body, f"{seed}"), send)
         except ModelFailure as failure:
             self.client.usage.failures[failure.kind] += 1
             if failure.is_permanent:
@@ -115,9 +115,9 @@ class EndpointSampler:
     def metrics(self) -> dict[str, float]:
         """Return this process's numbers of requests, retries, cached replies and failures."""
         counter_names = ("requests", "retries", "cached")
-        counts = {f"{PREFIX}/{name}": float(getattr(self.client.usage, name)) for name in counter_names}
+        counts = {f"{NAMESPACE}/{name}": float(getattr(self.client.usage, name)) for name in counter_names}
         failures = self.client.usage.failures.items()
-        return counts | {f"{PREFIX}/failed_{kind}": float(count) for kind, count in failures}
+        return counts | {f"{NAMESPACE}/failed_{kind}": float(count) for kind, count in failures}
 
     def session(self) -> ClosedSession:
         return ClosedSession()
@@ -140,7 +140,7 @@ class EndpointRun(EpisodeRun):
     ) -> None:
         super().__init__(rules, trajectory, sampler.session(), sampler.max_length, *args)
         self._sampler = sampler
-        self.originals: dict[int, Any] = {}  # the endpoint's own forms of its messages, by position
+        self.original_messages: dict[int, Any] = {}  # the endpoint's own forms of its messages, by position
 
     async def _play_turns(self, environment: Environment) -> None:
         await self._render_first_prompt(environment)
@@ -150,7 +150,7 @@ class EndpointRun(EpisodeRun):
                 reply = await self._ask(messages, turn_index)
             except ModelFailure as failure:
                 return self._end_episode("error", str(failure))
-            self.originals[len(messages)] = reply.original
+            self.original_messages[len(messages)] = reply.original
             is_truncated = reply.fault == "cut"
             turn = Turn([], Completion([], [], "length" if is_truncated else "stop"), reply.message)
             self.trajectory.turns.append(turn)
@@ -167,19 +167,19 @@ class EndpointRun(EpisodeRun):
         params, trajectory = self.rules.params, self.trajectory
         request = ModelRequest(
             list(messages), trajectory.tools, trajectory.member, params.temperature, params.max_tokens,
-            dict(self.originals),
+            dict(self.original_messages),
         )  # fmt: skip
         return await self._sampler.ask(request, self.seed_of(turn_index))
 
     def _make_usage_signals(self, reply: ModelReply) -> dict[str, float]:
-        counts = {"input_tokens": reply.input_tokens, "output_tokens": reply.output_tokens}
+        token_counts = {"input_tokens": reply.input_tokens, "output_tokens": reply.output_tokens}
         budget = self._sampler.client.budget
-        amounts = counts | ({"cost": budget.price_reply(reply)} if budget.has_prices else {})
-        return {f"{PREFIX}/{signal}": float(amount) for signal, amount in amounts.items()}
+        amounts = token_counts | ({"cost": budget.price_reply(reply)} if budget.has_prices else {})
+        return {f"{NAMESPACE}/{signal}": float(amount) for signal, amount in amounts.items()}
 
 
 class EndpointRollouts(RolloutEngine):
-    """Rollout engine for an `EndpointSampler` that skips the episodes in `finished`, a set of (task id, member)."""
+    """Rollout engine for an `EndpointSampler` that skips the `finished_episodes`, a set of (task id, member)."""
 
     finished_episodes: AbstractSet[tuple[str, int]] = frozenset()
 
@@ -200,7 +200,7 @@ def sum_endpoint_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]
     for trajectory in trajectories:
         for turn in trajectory.turns:
             for signal, value in turn.signals.items():
-                if signal.startswith(f"{PREFIX}/"):
+                if signal.startswith(f"{NAMESPACE}/"):
                     totals[signal] = totals.get(signal, 0.0) + value
     return totals
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from TrainingFactory.agent_api.agent_program import AgentProgram
-from TrainingFactory.assembly import rewards as build_rewards
+from TrainingFactory.assembly import rewards as reward_assembly
 from TrainingFactory.common import catalog
 from TrainingFactory.common.starters import find_docs
 from TrainingFactory.common.user_code import as_value_error, is_file_name, load_objects, split_name
@@ -178,7 +178,7 @@ def check_self_play(config: TrainingConfig, environment: Any, reward: RewardFunc
     if not is_self_play(environment):
         return
     name = environment.__name__
-    if not build_rewards.uses_only_environment_reward(reward):
+    if not reward_assembly.uses_only_environment_reward(reward):
         raise ValueError(f"{name} scores its roles itself: set reward.type=environment, and pass no reward")
     option_values = {
         "training.branching": config.training.branching,
@@ -201,7 +201,7 @@ async def check_tools(
         environment = factory(task)
         try:
             specs = [tool.spec for tool in environment.tools]
-            build_rewards.check_environment(reward, environment, task)
+            reward_assembly.check_environment(reward, environment, task)
         finally:
             try:
                 await environment.close()

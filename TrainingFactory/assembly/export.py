@@ -52,25 +52,25 @@ def export(
         raise ValueError(f"{checkpoint} holds a whole model, not an adapter: there is nothing to merge")
     if dtype is not None and is_adapter and not merge:
         raise ValueError("dtype is for whole models; export the adapter without dtype, or with merge")
-    exported = ExportedModel(folder, "merged" if merge else "adapter" if is_adapter else "model", checkpoint)
-    exported.reward_model = (checkpoint / REWARD_HEAD_FILES[1]).is_file()
+    result = ExportedModel(folder, "merged" if merge else "adapter" if is_adapter else "model", checkpoint)
+    result.reward_model = (checkpoint / REWARD_HEAD_FILES[1]).is_file()
     if is_adapter:
-        exported.base = model.name
-    if exported.kind == "adapter" and resolve_model_name(str(exported.base)) in TINY_IDS:
+        result.base = model.name
+    if result.kind == "adapter" and resolve_model_name(str(result.base)) in TINY_IDS:
         raise ValueError(
             f"the adapter in {checkpoint} belongs to a built-in model, which other programs cannot load: "
             "export it merged"
         )
     with _write_atomically(folder) as partial_folder:
         if merge or dtype is not None:
-            _convert_checkpoint(exported, model.run, dtype, partial_folder)
+            _convert_checkpoint(result, model.run, dtype, partial_folder)
         else:
-            _copy_checkpoint(exported, partial_folder)
-        if exported.kind == "adapter":
-            _fit_to_composite_base(exported, model.run, partial_folder)
-        for file in REWARD_HEAD_FILES if exported.reward_model else ():
+            _copy_checkpoint(result, partial_folder)
+        if result.kind == "adapter":
+            _fit_to_composite_base(result, model.run, partial_folder)
+        for file in REWARD_HEAD_FILES if result.reward_model else ():
             shutil.copyfile(checkpoint / file, partial_folder / file)
-    return exported
+    return result
 
 
 @contextmanager
@@ -87,28 +87,28 @@ def _write_atomically(final_folder: Path) -> Iterator[Path]:
         raise
 
 
-def _copy_checkpoint(exported: ExportedModel, partial_folder: Path) -> None:
-    for path in exported.source.iterdir():
+def _copy_checkpoint(exported_model: ExportedModel, partial_folder: Path) -> None:
+    for path in exported_model.source.iterdir():
         if path.is_file() and path.name not in EXCLUDED + REWARD_HEAD_FILES:
             shutil.copyfile(path, partial_folder / path.name)
-    if exported.kind == "adapter":
+    if exported_model.kind == "adapter":
         adapter_config = json.loads((partial_folder / ADAPTER).read_text(encoding="utf-8"))
-        adapter_config["base_model_name_or_path"] = resolve_model_name(str(exported.base))
+        adapter_config["base_model_name_or_path"] = resolve_model_name(str(exported_model.base))
         (partial_folder / ADAPTER).write_text(json.dumps(adapter_config, indent=2), encoding="utf-8")
 
 
-def _fit_to_composite_base(exported: ExportedModel, run: TrainedBy | None, partial_folder: Path) -> None:
+def _fit_to_composite_base(target: ExportedModel, run: TrainedBy | None, partial_folder: Path) -> None:
     """Rename the modules of an adapter that was trained on the text part of a composite model."""
     from TrainingFactory.models.composite import rename_adapter
     from TrainingFactory.models.loading import read_composite_config
 
-    config = read_composite_config(str(exported.base), **_get_base_options(run))
+    config = read_composite_config(str(target.base), **_get_base_options(run))
     if config is None:
         return
     rename_adapter(partial_folder, config)
-    exported.auto_class = "AutoModelForImageTextToText"
-    exported.notes.append(
-        f"the adapter was trained on the text part of {exported.base}; its modules are renamed to fit the whole model, "
+    target.auto_class = "AutoModelForImageTextToText"
+    target.notes.append(
+        f"the adapter was trained on the text part of {target.base}; its modules are renamed to fit the whole model, "
         "as transformers (AutoModelForImageTextToText) and vLLM load it"
     )
 
@@ -122,31 +122,31 @@ def _get_base_options(run: TrainedBy | None) -> dict[str, Any]:
 
 
 def _convert_checkpoint(
-    exported: ExportedModel, run: TrainedBy | None, dtype: Dtype | None, partial_folder: Path
+    exported_model: ExportedModel, run: TrainedBy | None, dtype: Dtype | None, partial_folder: Path
 ) -> None:
     """Save the model in another number format, or with its adapter merged."""
     from TrainingFactory.models import load_model
     from TrainingFactory.models.dtypes import pick_dtype
     from TrainingFactory.models.loading import read_stored_dtype
 
-    if exported.kind == "model":
-        loaded_model = load_model(str(exported.source), dtype=dtype or "auto", device="cpu")
+    if exported_model.kind == "model":
+        loaded_model = load_model(str(exported_model.source), dtype=dtype or "auto", device="cpu")
         model = loaded_model.model
     else:
         options = _get_base_options(run)
         quantization = "none" if run is None else with_original_model(run).model.quantization
         if quantization != "none":
-            exported.notes.append(
+            exported_model.notes.append(
                 f"the adapter was trained over {quantization} weights and is merged into full-precision ones: outputs "
                 "differ by the rounding"
             )
-        base_model = str(exported.base)
+        base_model = str(exported_model.base)
         # Merged in float32 and cast afterwards, because bfloat16 sums would lose small changes.
         loaded_model = load_model(
-            base_model, dtype="float32", device="cpu", adapter=str(exported.source), **options
+            base_model, dtype="float32", device="cpu", adapter=str(exported_model.source), **options
         )
         torch_dtype = read_stored_dtype(base_model, **options) if dtype is None else pick_dtype(dtype)
         model = loaded_model.model.merge_and_unload().to(torch_dtype)
-    exported.notes += loaded_model.notes
+    exported_model.notes += loaded_model.notes
     model.save_pretrained(partial_folder)
     loaded_model.save_preprocessors(partial_folder)

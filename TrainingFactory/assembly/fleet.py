@@ -35,7 +35,7 @@ def samples_elsewhere(config: TrainingConfig) -> bool:
     return config.sampling.engine != "native" or config.compute.backend != "local"
 
 
-def max_open_episodes(config: TrainingConfig) -> int:
+def get_max_open_episodes(config: TrainingConfig) -> int:
     """Return the maximum number of episodes that all engines hold at the same time. With `environment.command`, it is
     also limited by the maximum number of concurrent agent programs."""
     slots = config.sampling.slots * config.compute.samplers
@@ -47,11 +47,11 @@ def max_open_episodes(config: TrainingConfig) -> int:
     return min(slots, config.environment.options.get("processes", MAX_PROCESSES))
 
 
-def max_concurrent_episodes(config: TrainingConfig, environment: Any = None) -> int:
+def get_max_concurrent_episodes(config: TrainingConfig, environment: Any = None) -> int:
     """Return the maximum number of concurrent episodes of a run: the slots of its engines, limited by
     environment.num_workers and by the `max_episodes` of the environment. On a Ray cluster num_workers is the number of
     tool processes and no limit. In self-play, return the number of games, because each has an episode per role."""
-    slots, workers = max_open_episodes(config), config.environment.num_workers
+    slots, workers = get_max_open_episodes(config), config.environment.num_workers
     slots = min(slots, getattr(environment, "max_episodes", slots))
     max_episodes = slots if workers is None or config.compute.backend == "ray" else min(slots, workers)
     return max(1, max_episodes // 2) if is_self_play(environment) else max_episodes
@@ -88,8 +88,8 @@ async def join_cluster(config: TrainingConfig, exit_stack: AsyncExitStack) -> No
         session = RaySession(compute.address, compute.num_gpus)
         exit_stack.push_async_callback(session.close)
         await session.open()
-        gpus = session.pick_gpus(compute.gpus_per_sampler, config.sampling.engine == "vllm")
-        bundles = [{"CPU": compute.cpus_per_sampler, "GPU": gpus}] * compute.samplers
+        sampler_gpus = session.pick_gpus(compute.gpus_per_sampler, config.sampling.engine == "vllm")
+        bundles = [{"CPU": compute.cpus_per_sampler, "GPU": sampler_gpus}] * compute.samplers
         num_remote_learners = (compute.learners or 1) - 1
         bundles += [{"CPU": 1.0, "GPU": session.pick_gpus(compute.gpus_per_learner)}] * num_remote_learners
         learners_text = f" and learners={compute.learners}" if num_remote_learners else ""
@@ -111,7 +111,7 @@ def make_training_fleet(
 
 
 def make_serving_fleet(
-    config: TrainingConfig, loaded_model: LoadedModel, length: int, num_episodes: int, notify: Notify
+    config: TrainingConfig, loaded_model: LoadedModel, max_length: int, num_episodes: int, notify: Notify
 ) -> Fleet:
     """Make engines that load the model from its folder or the hub. A model that neither holds unchanged, such as one
     with an adapter, is saved to a temporary folder first."""
@@ -125,15 +125,15 @@ def make_serving_fleet(
         model.save_pretrained(folder)
         loaded_model.tokenizer.save_pretrained(folder)
     spec = {"dtype": config.model.dtype, "options": config.sampling.engine_options, "pushed": False}
-    return _make_fleet(config, folder, length, num_episodes, spec, notify, owned_object=temporary_folder)
+    return _make_fleet(config, folder, max_length, num_episodes, spec, notify, owned_object=temporary_folder)
 
 
 def _find_loadable_model(config: TrainingConfig) -> str | None:
     """Return the hub id or folder from which engines can load the unchanged model; None if there is none."""
     model, name = config.model, resolve_model_name(config.model.name)
     folder = Path(name).expanduser()
-    is_modified = model.adapter or model.tools_format or model.revision
-    if is_modified is not None or model.quantization != "none":
+    modification = model.adapter or model.tools_format or model.revision
+    if modification is not None or model.quantization != "none":
         return None
     if folder.is_dir():
         return str(folder.resolve()) if any(folder.glob("model*.safetensors")) else None

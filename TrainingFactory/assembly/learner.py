@@ -91,26 +91,26 @@ def make_learner(
     from TrainingFactory.learning.learner import Learner
     from TrainingFactory.learning.optim import OptimizerOptions
 
-    training, inputs = config.training, algorithm.needs
+    training, needs = config.training, algorithm.needs
     updates_per_step = training.update_epochs * training.minibatches
-    needs_reference = "reference" in inputs and "precomputed" not in inputs
+    needs_reference = "reference" in needs and "precomputed" not in needs
     has_new_adapter = config.lora.enabled and config.model.adapter is None  # its base model is the reference
-    needs_head = not inputs.isdisjoint({"values", "scores"})
+    needs_head = not needs.isdisjoint({"values", "scores"})
     return Learner(
         loaded_model.model,
         OptimizerOptions(
             training.optimizer,
             training.learning_rate,
             training.weight_decay,
-            critic_learning_rate=get_critic_learning_rate(config) if "values" in inputs else None,
+            critic_learning_rate=get_critic_learning_rate(config) if "values" in needs else None,
             schedule=training.schedule,
             warmup_steps=training.warmup_steps * updates_per_step,
             total_steps=steps * updates_per_step,
             max_grad_norm=training.max_grad_norm,
         ),
         reference=copy_model(loaded_model.model) if needs_reference and not has_new_adapter else None,
-        head=make_head(loaded_model.model, describe_reward_model(config, inputs)) if needs_head else None,
-        critic=make_critic(loaded_model.model) if "critic" in inputs else None,
+        head=make_head(loaded_model.model, describe_reward_model(config, needs)) if needs_head else None,
+        critic=make_critic(loaded_model.model) if "critic" in needs else None,
         temperature=config.sampling.temperature if KINDS[training.algorithm].samples else 1.0,
         gradient_checkpointing=training.gradient_checkpointing,
         activation_offload=training.activation_offload,
@@ -143,9 +143,9 @@ def check_sharded(config: TrainingConfig) -> None:
         )
 
 
-def describe_reward_model(config: TrainingConfig, inputs: frozenset[str]) -> dict[str, Any] | None:
+def describe_reward_model(config: TrainingConfig, needs: frozenset[str]) -> dict[str, Any] | None:
     """Return the description that a reward model's checkpoint stores; see `learning/reward_models.py`."""
-    if "scores" not in inputs:
+    if "scores" not in needs:
         return None
     model = config.model
     description = model.model_dump(include={"revision", "family", "thinking", "quantization"})
@@ -179,11 +179,11 @@ async def compute_reference_logprobs(
     model. Call it before a checkpoint is loaded, because only the untrained policy equals the reference model."""
     watcher.phase("reference")
     logprobs: list[list[list[float]]] = []
-    progress = ProgressReporter(watcher.say, len(dataset))
+    reporter = ProgressReporter(watcher.say, len(dataset))
     for first_index in range(0, len(dataset), batch_size):
         indices = range(first_index, min(first_index + batch_size, len(dataset)))
         groups = [algorithm.samples(dataset.group(index)) for index in indices]
-        scores = iter(await policy.score([row for group in groups for row in group]))
-        logprobs += [[next(scores) for _ in group] for group in groups]
-        progress.report(len(logprobs), "examples have log-probs of the reference model")
+        row_logprobs = iter(await policy.score([row for group in groups for row in group]))
+        logprobs += [[next(row_logprobs) for _ in group] for group in groups]
+        reporter.report(len(logprobs), "examples have log-probs of the reference model")
     return logprobs

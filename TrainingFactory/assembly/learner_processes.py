@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from TrainingFactory import __version__
-from TrainingFactory.assembly import sampler as build_sampler
+from TrainingFactory.assembly import sampler as sampler_assembly
 from TrainingFactory.assembly.fleet import samples_elsewhere
 from TrainingFactory.assembly.learner import check_sharded, make_algorithm
 from TrainingFactory.cluster.launcher import find_launched_process, list_launcher_notes
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from TrainingFactory.models import LoadedModel
 
 T = TypeVar("T")
-SERVE_FUNCTION = "TrainingFactory.assembly.learner_processes:serve_started"
+SERVE_FUNCTION = "TrainingFactory.assembly.learner_processes:serve_started_rank"
 VERSIONED_PACKAGES = ("torch", "transformers", "peft", "numpy")
 
 
@@ -45,8 +45,8 @@ def with_learner_count(config: TrainingConfig, notify: Callable[[str], None]) ->
     number of processes."""
     for note in list_launcher_notes():
         notify(f"note: {note}")
-    launch, num_requested = find_launched_process(), config.compute.learners
-    count = (num_requested or 1) if launch is None else launch.num_processes
+    launched_process, num_requested = find_launched_process(), config.compute.learners
+    count = (num_requested or 1) if launched_process is None else launched_process.num_processes
     if num_requested not in (None, count):
         text = f"is {num_requested}, but the launcher started {count} processes: set it to {count}, or leave it out"
         raise config.wrong([Problem(("compute", "learners"), text)])
@@ -105,7 +105,7 @@ class Learners:
             )
 
     async def _start_group(
-        self, exit_stack: AsyncExitStack, folder: Path, num_learners: int, on_gpu: bool
+        self, exit_stack: AsyncExitStack, folder: Path, num_learners: int, uses_gpu: bool
     ) -> RankGroup:
         import torch
 
@@ -116,7 +116,7 @@ class Learners:
         workers: list[Any] = []
         if compute.backend == "ray":  # Ray shows each actor only its own device
             host, workers = await self._start_actors(exit_stack, num_learners)
-        elif on_gpu and (gpus := torch.cuda.device_count()) < num_learners:
+        elif uses_gpu and (gpus := torch.cuda.device_count()) < num_learners:
             raise ValueError(
                 f"compute.learners is {num_learners}, but this machine has {gpus} GPUs and each learner needs one: set "
                 "fewer, or use several machines with compute.backend=ray or torchrun"
@@ -130,13 +130,13 @@ class Learners:
             exit_stack.push_async_callback(worker.close)
             device = rank if compute.backend == "local" else 0
             tasks.append(
-                asyncio.create_task(_run_rank(worker, [rank, num_learners, port, host, on_gpu, device]))
+                asyncio.create_task(_run_rank(worker, [rank, num_learners, port, host, uses_gpu, device]))
             )
-        join_task = asyncio.create_task(in_thread(RankGroup, 0, num_learners, store, host, on_gpu))
+        join_task = asyncio.create_task(in_thread(RankGroup, 0, num_learners, store, host, uses_gpu))
         await asyncio.wait({join_task, *tasks}, timeout=compute.start_timeout, return_when=FIRST_COMPLETED)
         if not join_task.done():
-            exits = [f"learner {rank} {task.result()}" for rank, task in enumerate(tasks, 1) if task.done()]
-            reason = "; ".join(exits) or f"compute.start_timeout={compute.start_timeout:g} s have passed"
+            causes = [f"learner {rank} {task.result()}" for rank, task in enumerate(tasks, 1) if task.done()]
+            reason = "; ".join(causes) or f"compute.start_timeout={compute.start_timeout:g} s have passed"
             log_note = "" if compute.backend == "ray" else f"; logs are in {folder}"
             raise ValueError(f"compute.learners={num_learners} could not be started: {reason}{log_note}")
         return join_task.result()
@@ -177,7 +177,7 @@ class Learners:
             device = _pick_device(self._config)  # the engine's copy is made before the weights are sharded
             full_model = await in_thread(lambda: deepcopy(loaded_model.model).to(device))
         args = self._config, loaded_model, algorithm, steps, has_episodes, full_model
-        make_policy = partial(in_thread, build_sampler.make_publishing_policy, *args)
+        make_policy = partial(in_thread, sampler_assembly.make_publishing_policy, *args)
         if ranks is None:
             local_policy = await make_policy()
             return local_policy, local_policy
@@ -190,10 +190,10 @@ class Learners:
             await self._ranks.close(report)
 
 
-async def _run_rank(worker: Any, address: list[Any]) -> str:
+async def _run_rank(worker: Any, rank_args: list[Any]) -> str:
     """Run a learner in a worker process until it ends; return the reason of its end."""
     try:
-        return await worker.ask(address, None) or "ended"
+        return await worker.ask(rank_args, None) or "ended"
     except (WorkerDied, WorkerError) as error:
         return str(error)
 
@@ -223,9 +223,9 @@ class LearnerRank:
         self._policy: Any = None
 
     async def call(self, method: str, *args: Any) -> None:
-        handlers = {"prepare": self._load_model, "build": self._build_policy}
-        if method in handlers:
-            await in_thread(handlers[method], *args)
+        handler_by_method = {"prepare": self._load_model, "build": self._build_policy}
+        if method in handler_by_method:
+            await in_thread(handler_by_method[method], *args)
         else:
             await getattr(self._policy, method)(*args)
 
@@ -233,31 +233,31 @@ class LearnerRank:
         if _pick_device(config).type == "cuda":
             model = config.model.model_copy(update={"device": f"cuda:{self._device}"})
             config = config.model_copy(update={"model": model})
-        self._config, self._loaded_model = config, build_sampler.load_trainable(config)
+        self._config, self._loaded_model = config, sampler_assembly.load_trainable(config)
 
     def _build_policy(self, steps: int, has_episodes: bool) -> None:
         algorithm = make_algorithm(self._config)
-        self._policy = build_sampler.make_publishing_policy(
+        self._policy = sampler_assembly.make_publishing_policy(
             self._config, self._loaded_model, algorithm, steps, has_episodes
         )
 
 
-def serve_started(address: list[Any]) -> None:
+def serve_started_rank(rank_args: list[Any]) -> None:
     """Execute the calls of rank 0 in a learner process that `Learners` started."""
-    *args, device = address
+    *args, device = rank_args
     asyncio.run(_serve(args, device, None))
 
 
 def serve_rank(config: TrainingConfig | None) -> TrainingReport | None:
     """In a launcher's process other than rank 0, execute the calls of rank 0 until the run has ended, and return the
     run's report. Return None in any other process. `config` is the config as the user wrote it."""
-    launch = find_launched_process()
-    if launch is None or launch.rank == 0:
+    launched_process = find_launched_process()
+    if launched_process is None or launched_process.rank == 0:
         return None
     logging.disable(logging.WARNING)  # rank 0 logs the same
-    on_gpu = _pick_device(TrainingConfig()).type == "cuda"
-    args = launch.rank, launch.num_processes, None, os.environ["MASTER_ADDR"], on_gpu
-    if (report := run_anywhere(lambda: _serve(args, launch.local_rank, config))) is None:
+    uses_gpu = _pick_device(TrainingConfig()).type == "cuda"
+    args = launched_process.rank, launched_process.num_processes, None, os.environ["MASTER_ADDR"], uses_gpu
+    if (report := run_anywhere(lambda: _serve(args, launched_process.local_rank, config))) is None:
         raise SystemExit(1)  # rank 0 reports the reason
     return report
 

@@ -149,8 +149,8 @@ class LocalJudge:
             options=engine_options,
         )
         hosts = make_launcher(self._config.compute, spec, settings.replicas, settings.gpus, notify, self.role)
-        patience = self._config.compute.start_timeout
-        self._fleet = Fleet(hosts, settings.replicas, max_length, notify, start_timeout=patience)
+        start_timeout = self._config.compute.start_timeout
+        self._fleet = Fleet(hosts, settings.replicas, max_length, notify, start_timeout=start_timeout)
         await self._fleet.sample(chat.render([Message("user", "?")]), SamplingParams(max_tokens=1))
         return SampledJudge(self._fleet, chat, self._params, self._model_name)
 

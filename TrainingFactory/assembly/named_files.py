@@ -17,8 +17,7 @@ from TrainingFactory.assembly.run_tools import RunTools
 from TrainingFactory.common.endpoints.names import SETTINGS_SUFFIXES
 from TrainingFactory.common.user_code import is_file_name, split_name
 from TrainingFactory.config import TrainingConfig, load_config
-from TrainingFactory.resolve.model_names import MODEL_KEY as STARTED_FROM
-from TrainingFactory.resolve.model_names import TrainedBy, describe_provenance
+from TrainingFactory.resolve.model_names import MODEL_KEY, TrainedBy, describe_provenance
 from TrainingFactory.runs.folder import CHAT_TEMPLATE, RunFolder
 from TrainingFactory.training.dataset import Dataset, UserObjects
 
@@ -37,11 +36,11 @@ def read_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Train
 def with_files_beside(config: TrainingConfig, folder: Path) -> TrainingConfig:
     """Replace the name of each file that exists in `folder` but not in the current folder by its path."""
 
-    def move(file_name: str) -> str:
+    def resolve_beside(file_name: str) -> str:
         candidate = folder / Path(file_name).expanduser()
         return str(candidate) if not _exists(file_name) and candidate.exists() else file_name
 
-    return map_files(config, move)
+    return map_files(config, resolve_beside)
 
 
 def map_files(config: TrainingConfig, move: RenameFile) -> TrainingConfig:
@@ -63,11 +62,11 @@ def map_files(config: TrainingConfig, move: RenameFile) -> TrainingConfig:
     ]
     template, context, branching = config.model.chat_template, environment.context, config.training.branching
     if context is not None:
-        prompt = context.template
+        text = context.template
         context = _replace_values(
             context,
             function=context.function and map_name(context.function),
-            template=move(prompt) if prompt and is_template_file(prompt) else prompt,
+            template=move(text) if text and is_template_file(text) else text,
         )
     if (user := environment.user) is not None:
         instructions = user.template
@@ -168,7 +167,7 @@ def describe_start(
         "digest": dataset.digest,
         "reward_model": None if reward_folder is None else str(reward_folder.resolve()),
         FILES_KEY: describe_files(config),
-        STARTED_FROM: describe_provenance(config),
+        MODEL_KEY: describe_provenance(config),
     }
 
 

@@ -24,7 +24,7 @@ from TrainingFactory.types import ToolFailure, ToolResult
 TOOLS_MAKER = "TrainingFactory.assembly.tools:make_hosted_tools"
 CLOSE_SECONDS = 10.0  # for an interpreter to end
 STATE_LOST_TEXT = "; this episode's state there is lost"
-NEW_PROCESS = f"[new process: the previous one died{STATE_LOST_TEXT}]\n"
+NEW_PROCESS_NOTE = f"[new process: the previous one died{STATE_LOST_TEXT}]\n"
 
 
 class RemoteTools:
@@ -108,7 +108,7 @@ class _RemoteTool:
         result, process_number = await self._session.call(self.spec.name, arguments)
         previous_process, self._process_number = self._process_number or process_number, process_number
         if previous_process != process_number and self.options.ordered and result.error != "unavailable":
-            result.content = NEW_PROCESS + result.content
+            result.content = NEW_PROCESS_NOTE + result.content
         return result
 
 

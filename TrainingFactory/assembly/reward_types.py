@@ -67,7 +67,7 @@ class RewardContext:
 
     def make_pool(
         self,
-        maker: str,
+        target: str,
         reward: AdaptedReward,
         num_processes: int,
         timeout: float | None = None,
@@ -75,7 +75,7 @@ class RewardContext:
     ) -> RewardWorkerPool:
         timeout = timeout or self.config.environment.episode_timeout
         worker = partial(RayWorker, role="reward") if self.config.compute.backend == "ray" else Worker
-        processes = [RewardProcess(maker, timeout, options, reward, worker) for _ in range(num_processes)]
+        processes = [RewardProcess(target, timeout, options, reward, worker) for _ in range(num_processes)]
         return RewardWorkerPool(processes)
 
     def distribute(self, rule: RewardFunction, options: Any) -> RewardFunction:

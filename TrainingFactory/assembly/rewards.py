@@ -31,12 +31,12 @@ from TrainingFactory.training.reward_clock import RewardClock
 from TrainingFactory.types import Task
 
 Key = tuple[str | int, ...]
-PARTS: dict[type, Callable[[Any], list[Any]]] = {
+PART_LISTERS: dict[type, Callable[[Any], list[Any]]] = {
     AdaptedReward: lambda reward: [reward.function],
     Combined: lambda reward: list(reward.rewards.values()),
     ProcessReward: lambda reward: [reward.outcome, *filter(None, [reward.pool])],
     RewardWorkerPool: lambda reward: [worker.model for worker in reward.workers],
-    RewardProcess: lambda reward: [reward.adapted],
+    RewardProcess: lambda reward: [reward.adapted_reward],
 }
 OWN_REWARD_TEXT = "the environment's own reward"
 # reward.type -> the option that identifies a reward of this type
@@ -155,11 +155,11 @@ def uses_environment_reward(reward: RewardFunction | None) -> bool:
 
 def uses_only_environment_reward(reward: RewardFunction | None) -> bool:
     """Return whether every part of the reward is the environment's own reward."""
-    leaves = [part for part in _list_parts(reward) if not isinstance(part, tuple(PARTS))]
+    leaves = [part for part in _list_parts(reward) if not isinstance(part, tuple(PART_LISTERS))]
     return all(leaf is None or leaf is environment_reward for leaf in leaves)
 
 
-def evaluation_reward(
+def get_heldout_reward(
     reward: RewardFunction | None, notify: Callable[[str], None] = lambda _: None
 ) -> RewardFunction | None:
     """Return the reward for evaluation. Parts that compare the episodes of a group are removed, because the mean of
@@ -176,7 +176,7 @@ def evaluation_reward(
 
 
 def name_scorer(config: TrainingConfig, heldout_reward: RewardFunction | None) -> str:
-    """Describe the reward of an evaluation. `heldout_reward` is the result of `evaluation_reward`."""
+    """Describe the reward of an evaluation. `heldout_reward` is the result of `get_heldout_reward`."""
     reward = config.reward
     if isinstance(heldout_reward, Combined):
         return _describe_parts(heldout_reward.rewards)
@@ -194,7 +194,7 @@ def _list_parts(reward: Any) -> list[Any]:
     """Return a reward and all of its nested parts, each once even if several workers share it."""
     parts = [reward]
     for part in parts:
-        children = next((nested_of(part) for kind, nested_of in PARTS.items() if isinstance(part, kind)), [])
+        children = next((lister(part) for kind, lister in PART_LISTERS.items() if isinstance(part, kind)), [])
         parts += [child for child in children if not any(child is member for member in parts)]
     return parts
 

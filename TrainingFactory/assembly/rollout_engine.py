@@ -58,15 +58,15 @@ class AsyncRolloutEngine:
         self._reward = reward
         self._open_lock = asyncio.Lock()
         self._exit_stack = AsyncExitStack()
-        self._engine: tuple[RolloutEngine, Any] | None = None
+        self._engine_and_sampler: tuple[RolloutEngine, Any] | None = None
         self._num_batches = 0
 
     async def rollout_batch(self, prompts: Sequence[str | Task]) -> list[Trajectory]:
         """Return one episode per prompt, in order. Prompts are texts or tasks."""
         async with self._open_lock:
-            if self._engine is None:
-                self._engine = await self._open_engine()
-            engine, sampler = self._engine
+            if self._engine_and_sampler is None:
+                self._engine_and_sampler = await self._open_engine()
+            engine, sampler = self._engine_and_sampler
             batch_index = self._num_batches
             self._num_batches += 1
         tasks = [
@@ -78,7 +78,7 @@ class AsyncRolloutEngine:
 
     async def close(self) -> None:
         """Close the model and the tools; a later batch opens them again."""
-        self._engine = None
+        self._engine_and_sampler = None
         await self._exit_stack.aclose()
 
     async def _open_engine(self) -> tuple[RolloutEngine, Any]:

@@ -53,20 +53,20 @@ async def measure_router_mismatch(
     if learner.routers is None:
         return None
     # Another first token, so that nothing is in the engine's cache.
-    ids = [row.token_ids[-1], *row.token_ids][:MAX_CHECKED_TOKENS]
+    tokens = [row.token_ids[-1], *row.token_ids][:MAX_CHECKED_TOKENS]
     engine_routers = find_routers(get_causal_lm(engine.model), 0.0)
     assert engine_routers is not None
     with engine_routers.record_routing() as routing:
-        await engine.sample(ids, SamplingParams(max_tokens=1))
+        await engine.sample(tokens, SamplingParams(max_tokens=1))
     routing.experts = routing.experts[: len(engine_routers.layers)]  # without steps after the prompt
-    zeros = [0.0] * len(ids)
-    probe = Sample(ids, [False] + [True] * (len(ids) - 1), zeros, zeros, zeros, [0] * len(ids))
+    zeros = [0.0] * len(tokens)
+    probe = Sample(tokens, [False] + [True] * (len(tokens) - 1), zeros, zeros, zeros, [0] * len(tokens))
     (pack,) = make_batch([probe], sharing=learner.sharing).packs
     if thread is None:
         learner_routing = _record_learner_routing(learner, pack)
     else:
         learner_routing = await thread.call(_record_learner_routing, learner, pack)
-    return measure_changed_routes(routing, learner_routing, len(ids))
+    return measure_changed_routes(routing, learner_routing, len(tokens))
 
 
 @torch.no_grad()

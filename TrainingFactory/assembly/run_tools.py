@@ -44,7 +44,7 @@ class RunTools:
         self._tool_sources: list[ToolSource] = []
         self._program: AgentProgram | None = None
         self._get_environment_metrics: Callable[[], dict[str, float]] = dict
-        self._pool: ProcessPool | SharedBrowser | None = None
+        self._environment_pool: ProcessPool | SharedBrowser | None = None
         self._user = make_user(config, is_replaying=self._recording is not None)
         self._specs: list[ToolSpec] = []
         self._shares_cache = cache is not None
@@ -77,7 +77,7 @@ class RunTools:
             await environment.endpoint.open()
             self._program = environment
             return with_tools(environment, self._user_tools)
-        self._pool = getattr(environment, "pool", None)
+        self._environment_pool = getattr(environment, "pool", None)
         if self._recording is not None:
             tools: Sequence[ToolOrSource] = load_recorded_tools(self._recording)
         else:
@@ -135,8 +135,8 @@ class RunTools:
             await asyncio.gather(*(tool_source.close() for tool_source in tool_sources))
             if self._program is not None:
                 await self._program.endpoint.close()
-            if self._pool is not None:
-                await self._pool.close()
+            if self._environment_pool is not None:
+                await self._environment_pool.close()
             if self._user is not None:
                 await self._user.close()
         finally:

@@ -19,9 +19,9 @@ from TrainingFactory.assembly.endpoint_rollouts import (
 from TrainingFactory.assembly.fleet import (
     Notify,
     check_engines,
+    get_max_concurrent_episodes,
     make_serving_fleet,
     make_training_fleet,
-    max_concurrent_episodes,
     samples_elsewhere,
 )
 from TrainingFactory.assembly.folding import DEFAULT_MAX_LENGTH, make_folding
@@ -78,10 +78,10 @@ def load(config: TrainingConfig, notify: Notify = lambda _: None) -> LoadedModel
 
         is_frozen = config.lora.enabled or model.adapter is not None or model.quantization != "none"
         add_tools_format(loaded_model, model.tools_format, is_frozen, notify)
-    max_context = get_context_limit(loaded_model)
-    if model.max_length is not None and max_context is not None and model.max_length > max_context:
+    context_limit = get_context_limit(loaded_model)
+    if model.max_length is not None and context_limit is not None and model.max_length > context_limit:
         raise ValueError(
-            f"model.max_length is {model.max_length}, but the context of {model.name} has {max_context} tokens"
+            f"model.max_length is {model.max_length}, but the context of {model.name} has {context_limit} tokens"
         )
     return loaded_model
 
@@ -148,14 +148,14 @@ def make_engine(
 ) -> NativeEngine:
     """Make the native engine. With `samples_ahead` it samples from its own copy of the weights, because the model is
     trained meanwhile. With `gathered_model` it uses that object's whole model, because the learner's is sharded.
-    `needs` are the inputs of the algorithm; set them if a learner shares the device, to limit the KV cache."""
+    `needs` are the algorithm's inputs; set them if a learner shares the device, to limit the KV cache."""
     from TrainingFactory.assembly.memory import GIB, compute_cache_limit
     from TrainingFactory.sampling import NativeEngine
 
     engine_model = (
         copy_model(loaded_model.model) if samples_ahead and gathered_model is None else loaded_model.model
     )
-    context_length, cache_gib = max_length(config, loaded_model), config.sampling.cache_gib
+    context_length, cache_gib = get_max_length(config, loaded_model), config.sampling.cache_gib
     cache_bytes = None if cache_gib is None else int(cache_gib * GIB)
     if needs is not None and gathered_model is None and loaded_model.model.device.type == "cuda":
         cache_bytes = compute_cache_limit(config, loaded_model.model, needs, context_length)
@@ -180,18 +180,19 @@ def make_training_sampler(
     publisher = policy.publisher
     if publisher is None or not publisher.model_folder:
         return make_engine(config, loaded_model, episodes, samples_ahead, publisher, policy.algorithm.needs)
-    return make_training_fleet(config, publisher, max_length(config, loaded_model), episodes, notify, logs)
+    length = get_max_length(config, loaded_model)
+    return make_training_fleet(config, publisher, length, episodes, notify, logs)
 
 
 def make_publishing_policy(
-    config: TrainingConfig, loaded_model: LoadedModel, algorithm: Algorithm, steps: int, has_episodes: bool,
+    config: TrainingConfig, loaded_model: LoadedModel, algorithm: Algorithm, num_steps: int, has_episodes: bool,
     full_model: Any = None
 ) -> LocalPolicy:  # fmt: skip
     """Make the policy of this process. If the run samples (`has_episodes`) with engines that cannot share the policy's
     weights, the policy publishes them: into folders for engines in other processes, or, if the learner is sharded, to
     an engine in this process that has the `full_model`."""
     is_sharded = (config.compute.learners or 1) > 1
-    policy = make_policy(config, loaded_model, algorithm, steps, is_sharded)
+    policy = make_policy(config, loaded_model, algorithm, num_steps, is_sharded)
     if not (
         has_episodes and (KINDS[config.training.algorithm].samples or config.training.eval_every is not None)
     ):
@@ -207,7 +208,7 @@ def make_publishing_policy(
     return policy
 
 
-def max_length(config: TrainingConfig, loaded_model: LoadedModel) -> int:
+def get_max_length(config: TrainingConfig, loaded_model: LoadedModel) -> int:
     return config.model.max_length or min(
         get_context_limit(loaded_model) or DEFAULT_MAX_LENGTH, DEFAULT_MAX_LENGTH
     )
@@ -232,11 +233,8 @@ def make_sampler_and_model(
     loaded_model = load(config, notify)
     chat = make_chat(config, loaded_model, notify=notify)
     if samples_elsewhere(config):
-        return (
-            chat,
-            make_serving_fleet(config, loaded_model, max_length(config, loaded_model), num_episodes, notify),
-            None,
-        )
+        max_length = get_max_length(config, loaded_model)
+        return chat, make_serving_fleet(config, loaded_model, max_length, num_episodes, notify), None
     return chat, make_engine(config, loaded_model, num_episodes), loaded_model.model
 
 
@@ -265,7 +263,7 @@ def make_rollouts(
     engine: type[RolloutEngine] = ProgramRollouts if isinstance(environment, AgentProgram) else RolloutEngine
     if isinstance(environment, AgentProgram) and not uses_environment_reward(reward):
         environment = environment.without_scoring()
-    concurrency: int | None = max_concurrent_episodes(config, environment)
+    concurrency: int | None = get_max_concurrent_episodes(config, environment)
     if isinstance(sampler, EndpointSampler):
         if engine is ProgramRollouts:
             raise ValueError("environment.command needs a model with tokens, not an endpoint. Name a model")

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "hybrid"}
 STATE_TYPES = {"linear_attention", "hybrid", "conv"}
 FLOAT32 = 4  # bytes: recurrent states have this precision in every model
-DELTA_CHUNK = 64  # tokens per chunk of the delta rule's kernels
+DELTA_CHUNK_TOKENS = 64  # tokens per chunk of the delta rule's kernels
 CHUNK = 256  # the same of other recurrent layers, if the config does not set it
 
 
@@ -55,23 +55,23 @@ def measure_recurrent_layer(shape: Any, itemsize: int) -> RecurrentSizes:
         return next((int(value) for key in keys if (value := getattr(shape, key, None)) is not None), 0)
 
     if heads := get("linear_num_value_heads"):  # gated delta rule
-        key, value, key_heads = (
+        key, value, num_key_heads = (
             get(name) for name in ("linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads")
         )
-        channels = 2 * key_heads * key + heads * value
+        channels = 2 * num_key_heads * key + heads * value
         flops = heads * _count_delta_flops(key, value)
         return RecurrentSizes(channels, get("linear_conv_kernel_dim"), heads * key * value, FLOAT32, flops)
     if heads := get("linear_num_heads"):  # Kimi's delta attention
-        dim = get("linear_head_dim")
-        flops = heads * _count_delta_flops(dim, dim)
+        head_dim = get("linear_head_dim")
+        flops = heads * _count_delta_flops(head_dim, head_dim)
         return RecurrentSizes(
-            3 * heads * dim, get("linear_conv_kernel_dim"), heads * dim * dim, FLOAT32, flops
+            3 * heads * head_dim, get("linear_conv_kernel_dim"), heads * head_dim * head_dim, FLOAT32, flops
         )
     if heads := get("mamba_n_heads", "mamba_num_heads"):  # Mamba-2
         inner, states = heads * get("mamba_d_head", "mamba_head_dim"), get("mamba_d_state", "ssm_state_size")
-        groups, chunk = get("mamba_n_groups", "n_groups"), get("mamba_chunk_size", "chunk_size") or CHUNK
-        channels = inner + 2 * groups * states
-        flops = 4 * inner * states + 2 * chunk * (groups * states + inner)
+        num_groups, chunk = get("mamba_n_groups", "n_groups"), get("mamba_chunk_size", "chunk_size") or CHUNK
+        channels = inner + 2 * num_groups * states
+        flops = 4 * inner * states + 2 * chunk * (num_groups * states + inner)
         return RecurrentSizes(channels, get("mamba_d_conv", "conv_kernel"), inner * states, FLOAT32, flops)
     if kernel := get("conv_L_cache"):
         return RecurrentSizes(shape.hidden_size, kernel)
@@ -85,4 +85,4 @@ def _count_delta_flops(key_width: int, value_width: int) -> int:
     """Return the FLOPs per token of one head. With the state: its value for a key, its answer to a query, and its
     update. Within a chunk: products of keys with keys, of queries with keys and of the inverse with keys (all
     `key_width` wide); products of the inverse and of the attention with values."""
-    return 6 * key_width * value_width + DELTA_CHUNK * (6 * key_width + 4 * value_width)
+    return 6 * key_width * value_width + DELTA_CHUNK_TOKENS * (6 * key_width + 4 * value_width)

@@ -25,12 +25,12 @@ async def open_tools(tools_file: str | None, tool_name: str) -> AsyncIterator[As
     """Open the tools of `tools_file` for one episode: that is a YAML config (its tools, and those of its environment
     for the first task), a Python file, or a file of MCP servers. Without one, `tool_name` is a built-in tool or
     FILE.py:FUNCTION."""
-    config, servers = _read_source(tools_file, tool_name)
+    config, mcp_servers = _read_source(tools_file, tool_name)
     if config.environment.command is not None:
         raise ValueError(f"{tools_file}: environment.command starts a program, which has its own tools")
     environment: Any = make_environment(config, has_user_tools=True)
     try:
-        tools = make_tools(config, servers, environment)
+        tools = make_tools(config, mcp_servers, environment)
     except ValueError as error:
         if tools_file is not None:
             raise

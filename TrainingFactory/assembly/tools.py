@@ -124,7 +124,7 @@ def _load_server_tools(path: str, tool_entries: Sequence[ToolEntry]) -> list[Too
     entry of the config selects. The source opens one set of connections for all entries."""
     tool_servers = MCPTools.load_from_config(path)
 
-    def choose(offered_tools: Mapping[str, str]) -> dict[str, bool]:
+    def select(offered_tools: Mapping[str, str]) -> dict[str, bool]:
         selection: dict[str, bool] = {}
         for index, entry in enumerate(tool_entries):
             if entry.config == path and entry.name not in tool_servers.named_tools:
@@ -133,7 +133,7 @@ def _load_server_tools(path: str, tool_entries: Sequence[ToolEntry]) -> list[Too
         return selection
 
     servers = (
-        [SelectedTools(MCPTools([*tool_servers.configs.values()]), choose)] if tool_servers.configs else []
+        [SelectedTools(MCPTools([*tool_servers.configs.values()]), select)] if tool_servers.configs else []
     )
     return [*tool_servers.named_tools.values(), *servers]
 
@@ -198,8 +198,8 @@ def mark_cacheable(tool: Tool) -> Tool:
     options = get_options(tool)
     if options.pure or options.stateful:
         return tool
-    marks = {"stateful": True} if options.ordered else {"pure": True}
-    return _CacheableTool(tool, dataclasses.replace(options, **marks))
+    mark_options = {"stateful": True} if options.ordered else {"pure": True}
+    return _CacheableTool(tool, dataclasses.replace(options, **mark_options))
 
 
 def get_options(tool: Tool) -> ToolOptions:

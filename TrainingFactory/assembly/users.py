@@ -77,10 +77,10 @@ def _make_brief(config: TrainingConfig, section: UserSection) -> UserBrief:
     )
 
 
-def _make_client(config: TrainingConfig, section: UserSection, replaying: bool) -> UserClient:
+def _make_client(config: TrainingConfig, section: UserSection, is_replaying: bool) -> UserClient:
     if is_endpoint(section.model):
         settings = find_endpoint(section.model, **section.options)
-        if not replaying:
+        if not is_replaying:
             settings.check_key()
         return _build_client(settings.make_endpoint(), settings)
     options: dict[str, Any] = {"model": section.model, **section.options}

@@ -113,7 +113,7 @@ def show_(
             title += f", steps {reward.steps}" if reward and reward.steps else ""
             show.print_conversation(title, dialogue.messages, dialogue.tools)
     summary = [
-        ("rows", f"{fit.num_rows} read{' (the dataset has more)' if fit.has_more else ''}"),
+        ("rows", f"{fit.num_rows} read{' (the dataset has more)' if fit.has_more_rows else ''}"),
         ("columns", ", ".join(fit.columns)),
         ("fits", ", ".join(fit.examples_by_form) or "no algorithm"),
     ]

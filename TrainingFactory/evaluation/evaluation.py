@@ -9,7 +9,7 @@ from typing import Any
 from TrainingFactory.assembly import rewards as assemble_rewards
 from TrainingFactory.assembly.environment import make_environment
 from TrainingFactory.assembly.named_files import with_original_files, with_original_paths
-from TrainingFactory.assembly.rewards import evaluation_reward, name_scorer
+from TrainingFactory.assembly.rewards import get_heldout_reward, name_scorer
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.loading import key_value
 from TrainingFactory.config.schema import RewardSection
@@ -32,9 +32,11 @@ class Evaluation(Rollouts):
         notify: Callable[[str], None] = lambda _: None,
     ) -> None:
         config = resolve_ids(config, notify)
-        self.scored_by = name_scorer(config, evaluation_reward(assemble_rewards.check_reward(config), notify))
+        self.scored_by = name_scorer(
+            config, get_heldout_reward(assemble_rewards.check_reward(config), notify)
+        )
         group_size = config.training.group_size if "group_size" in config.training.model_fields_set else 1
-        super().__init__(config, path, group_size, (), replay, evaluation_reward, notify)
+        super().__init__(config, path, group_size, (), replay, get_heldout_reward, notify)
 
     async def run_async(self, on_episode: Callable[[Trajectory], None] = lambda _: None) -> RolloutReport:
         report = await super().run_async(on_episode)

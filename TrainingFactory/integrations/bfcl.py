@@ -195,8 +195,8 @@ def _load_rows(category: str) -> dict[str, dict[str, Any]]:
         row = rows[answer["id"]]
         schemas = {spec.name: spec.parameters for name in row["involved_classes"] for spec in _specs(name)}
         row["ground_truth"] = []
-        for texts in answer["ground_truth"]:
-            calls = [parse_call(text, row["involved_classes"]) for text in texts]
+        for call_texts in answer["ground_truth"]:
+            calls = [parse_call(text, row["involved_classes"]) for text in call_texts]
             # A call that violates the function's own schema (a string for an integer) is not required of the model.
             valid_calls = [call for call in calls if make_validator(schemas[call[0]]).is_valid(call[1])]
             row["ground_truth"].append(valid_calls)

@@ -121,15 +121,15 @@ def _test_scorer(dataset_name: str, is_partial: bool) -> str | None:
         for i in range(NUM_PROBES)
     ]
     # Correct answers are not junk and are skipped below; so is 0 if the correct answer contains a 0.
-    zeros = [answer if re.search(r"(?<![\d.])0(\.0+)?(?![\d.])", answer) else "0" for answer in answers]
-    junk_scores = {
+    zero_texts = [answer if re.search(r"(?<![\d.])0(\.0+)?(?![\d.])", answer) else "0" for answer in answers]
+    junk_texts = {
         "an empty text": [""] * NUM_PROBES,
         "random words": [RANDOM_WORDS] * NUM_PROBES,
         "the question itself": [entry["question"].strip() for entry in entries],
         "the answer of another task": wrong_answers,
-        "a plain 0": zeros,
+        "a plain 0": zero_texts,
     }
-    for junk_name, texts in junk_scores.items():
+    for junk_name, texts in junk_texts.items():
         wrong_texts = [None if text == entries[i]["answer"] else text for i, text in enumerate(texts)]
         scores = _score_probes(dataset_name, wrong_texts)
         if not is_partial:

@@ -24,7 +24,7 @@ from TrainingFactory.types import Reward, Task, Trajectory, Turn
 # "whole": a `GroupReward`, which scores a group with its own method `group`.
 RewardSignature = Literal["episode", "trajectory", "episodes", "trajectories", "completions", "whole"]
 _GROUP_SIGNATURES: dict[str, RewardSignature] = {"trajectory": "trajectories", "episode": "episodes"}
-_HINT = re.compile(
+_HINT_RE = re.compile(
     r"(?P<several>(?i:list|tuple|sequence|iterable|collection)\[)?(?:\w+\.)*(?P<kind>Trajectory|Episode)\b"
 )
 
@@ -71,14 +71,14 @@ class AdaptedReward:
         if self.grouped:
             return await score_single(self, episode)
         argument = episode.trajectory if self.signature == "trajectory" else episode
-        result = await self._run_limited(call_function(self.function, argument))
+        result = await self._run_with_timeout(call_function(self.function, argument))
         return validate_reward(result, episode.trajectory.turns, self.name)
 
     async def group(self, episodes: Sequence[Episode]) -> list[Reward | Exception]:
         """Score all episodes; return one reward per episode, or the exception where the reward failed."""
         if not self.grouped:
             return await score_independently(self, episodes)
-        results = await self._run_limited(self._score_together(episodes))
+        results = await self._run_with_timeout(self._score_together(episodes))
         if isinstance(results, str) or not isinstance(results, Sequence) or len(results) != len(episodes):
             raise Unscored(
                 f"the group reward {self.name} returned {short_repr(results)}; it must return a list with one number "
@@ -143,7 +143,7 @@ class AdaptedReward:
             if parameter.name in columns
         }
 
-    async def _run_limited(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    async def _run_with_timeout(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         async def contain_exit() -> Any:  # SystemExit would stop the event loop
             try:
                 return await coroutine
@@ -195,7 +195,7 @@ def _infer_signature(function: Callable[..., Any], name: str) -> RewardSignature
         ) from None
     parameter = next(iter(parameters.values()))
     hint = parameter.annotation
-    match = _HINT.search(hint.__qualname__ if isinstance(hint, type) and not get_args(hint) else str(hint))
+    match = _HINT_RE.search(hint.__qualname__ if isinstance(hint, type) and not get_args(hint) else str(hint))
     input_name = match["kind"].lower() if match else parameter.name
     if match and match["several"]:
         return _GROUP_SIGNATURES[input_name]

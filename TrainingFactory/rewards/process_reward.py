@@ -39,7 +39,7 @@ STEP_ATTRIBUTES = {"correct_tool": "tool_call_correct", "clear_reasoning": "reas
 STEP_REWARDS = {"correct_tool": 0.5, "clear_reasoning": 0.3, "efficient_path": 0.2}
 MAX_EXPERT_TURNS = 100
 CAP_TOLERANCE = 1e-9
-CAPPED, CLAWED_BACK, OUTCOME = "capped", "clawed_back", "outcome"
+CAPPED_PART, CLAWED_BACK_PART, OUTCOME = "capped", "clawed_back", "outcome"
 MIN_WORDS = 5  # distinct words, without numbers, that a reasoning needs
 MAX_VALUE_WORDS = 5  # a text of at most that many words is itself a value
 MAX_SEARCHED_CHARS = 10_000  # characters of a tool result that are searched for values
@@ -68,12 +68,12 @@ def correct_tool(trajectory: Trajectory, turn: int) -> bool:
     """Return whether the turn has calls, and all are expected by the task and succeeded. The task's metadata
     `correct_tool` is a tool, a call ({"name": ..., "arguments": {...}}), or a list of these. Default: all tools."""
     calls = _pair_results(trajectory.turns[turn])
-    options = trajectory.task.metadata.get("correct_tool")
-    if options is None:
-        options = [spec.name for spec in trajectory.tools]
-    options = [options] if isinstance(options, str | Mapping) else list(options)
+    targets = trajectory.task.metadata.get("correct_tool")
+    if targets is None:
+        targets = [spec.name for spec in trajectory.tools]
+    targets = [targets] if isinstance(targets, str | Mapping) else list(targets)
     return bool(calls) and all(
-        _succeeded(result) and any(_matches(call, option) for option in options) for call, result in calls
+        _succeeded(result) and any(_matches(call, target) for target in targets) for call, result in calls
     )
 
 
@@ -95,17 +95,17 @@ def no_repeated_call(trajectory: Trajectory, turn: int) -> bool:
     earlier_calls = {
         _encode(call) for earlier_turn in trajectory.turns[:turn] for call in earlier_turn.message.tool_calls
     }
-    keys = [_encode(call) for call in trajectory.turns[turn].message.tool_calls]
-    return bool(keys) and len(set(keys)) == len(keys) and earlier_calls.isdisjoint(keys)
+    call_keys = [_encode(call) for call in trajectory.turns[turn].message.tool_calls]
+    return bool(call_keys) and len(set(call_keys)) == len(call_keys) and earlier_calls.isdisjoint(call_keys)
 
 
 def error_recovered(trajectory: Trajectory, turn: int) -> bool:
     """Return whether a call of the turn succeeds with a tool whose last call had failed."""
-    last_success: dict[str, bool] = {}
+    is_ok_by_tool: dict[str, bool] = {}
     for earlier_turn in trajectory.turns[:turn]:
-        last_success |= {call.name: _succeeded(result) for call, result in _pair_results(earlier_turn)}
+        is_ok_by_tool |= {call.name: _succeeded(result) for call, result in _pair_results(earlier_turn)}
     current_calls = _pair_results(trajectory.turns[turn])
-    return any(_succeeded(result) and last_success.get(call.name) is False for call, result in current_calls)
+    return any(_succeeded(result) and is_ok_by_tool.get(call.name) is False for call, result in current_calls)
 
 
 def clear_reasoning(trajectory: Trajectory, turn: int) -> bool:
@@ -232,13 +232,13 @@ class ProcessReward:
     async def _with_outcome(self, episode: Episode) -> Trajectory:
         """Return the input of `score`: the trajectory with the outcome and, if a rule needs it, the length of the
         expert's solution. Both need the open environment."""
-        uses_path = bool(self._weights.get("efficient_path"))
-        if not (self.outcome_weight or uses_path or self.claw_back == "wrong"):
+        uses_efficient_path = bool(self._weights.get("efficient_path"))
+        if not (self.outcome_weight or uses_efficient_path or self.claw_back == "wrong"):
             # An unused outcome is not computed, so that it costs nothing and cannot fail.
             return dataclasses.replace(episode.trajectory, reward=None)
         outcome = await self.outcome(episode)
         task = episode.task
-        if uses_path and (num_expert_turns := _count_expert_turns(episode.environment)):
+        if uses_efficient_path and (num_expert_turns := _count_expert_turns(episode.environment)):
             task = dataclasses.replace(task, metadata={"shortest": num_expert_turns} | task.metadata)
         return dataclasses.replace(episode.trajectory, reward=outcome, task=task)
 
@@ -278,7 +278,7 @@ class ProcessReward:
             clawed_back_sum = reward_sum
             step_rewards[-1] -= reward_sum
         # Included even if zero, because the logged means are over all episodes.
-        parts |= {CAPPED: 0.0 - capped_sum, CLAWED_BACK: 0.0 - clawed_back_sum}
+        parts |= {CAPPED_PART: 0.0 - capped_sum, CLAWED_BACK_PART: 0.0 - clawed_back_sum}
         return Reward(0.0, step_rewards, parts)
 
     def add_outcome(self, outcome: Reward, process: Reward) -> Reward:
@@ -301,7 +301,7 @@ def calculate_process_reward(
     `reasoning_clear` of its steps."""
     if not isinstance(trajectory, Trajectory):
         if isinstance(trajectory, Sequence) and not isinstance(trajectory, str):
-            return _reward_marked_steps(trajectory, step_rewards, outcome)
+            return _reward_flagged_steps(trajectory, step_rewards, outcome)
         kind = type(trajectory).__name__
         raise ValueError(f"trajectory is a {kind}; pass a Trajectory from a rollout, or a sequence of steps")
     if outcome is None:
@@ -311,26 +311,26 @@ def calculate_process_reward(
     return process_reward.score(dataclasses.replace(trajectory, reward=outcome_reward))
 
 
-def _reward_marked_steps(
+def _reward_flagged_steps(
     steps: Sequence[Any], step_rewards: Mapping[str, float] | None, outcome: float | Reward | None
 ) -> Reward:
     weights = {
         rule: weight for rule, weight in (step_rewards or STEP_REWARDS).items() if rule in STEP_ATTRIBUTES
     }
     rewards_by_step = [
-        {rule: weight * _read_mark(step, STEP_ATTRIBUTES[rule], index) for rule, weight in weights.items()}
+        {rule: weight * _read_flag(step, STEP_ATTRIBUTES[rule], index) for rule, weight in weights.items()}
         for index, step in enumerate(steps)
     ]
-    total = outcome.outcome if isinstance(outcome, Reward) else outcome or 0.0
+    score = outcome.outcome if isinstance(outcome, Reward) else outcome or 0.0
     parts = {rule: sum(step[rule] for step in rewards_by_step) for rule in weights}
-    return Reward(total, [sum(step.values()) for step in rewards_by_step], {"outcome": total, **parts})
+    return Reward(score, [sum(step.values()) for step in rewards_by_step], {"outcome": score, **parts})
 
 
-def _read_mark(step: Any, field: str, index: int) -> bool:
-    mark = step.get(field) if isinstance(step, Mapping) else getattr(step, field, None)
-    if mark is None:
+def _read_flag(step: Any, field: str, index: int) -> bool:
+    flag = step.get(field) if isinstance(step, Mapping) else getattr(step, field, None)
+    if flag is None:
         raise ValueError(f"step {index} has no {field}; a step needs tool_call_correct and reasoning_clear")
-    return bool(mark)
+    return bool(flag)
 
 
 def make_scorer(options: Mapping[str, Any]) -> Callable[[Trajectory], Reward]:

@@ -16,7 +16,7 @@ from TrainingFactory.assembly import rewards as build_rewards
 from TrainingFactory.assembly import sampler as build_sampler
 from TrainingFactory.assembly.branching import count_max_leaves, make_branching
 from TrainingFactory.assembly.environment import check_tools
-from TrainingFactory.assembly.fleet import max_concurrent_episodes
+from TrainingFactory.assembly.fleet import get_max_concurrent_episodes
 from TrainingFactory.assembly.learner import compute_reference_logprobs, make_algorithm
 from TrainingFactory.assembly.learner_processes import Learners
 from TrainingFactory.assembly.run_tools import RunTools
@@ -165,7 +165,7 @@ def _tokenize_datasets(
     training: PreparedRun, loaded_model: LoadedModel, chat: Any
 ) -> tuple[TokenizedDataset | None, TokenizedDataset | None]:
     """Tokenize the dataset and the held-out rows, then free their texts."""
-    data, max_length = training.data, build_sampler.max_length(training.config, loaded_model)
+    data, max_length = training.data, build_sampler.get_max_length(training.config, loaded_model)
 
     def tokenize(examples: Examples | None, prefix: str) -> TokenizedDataset | None:
         if examples is None:
@@ -223,17 +223,17 @@ async def _make_rollout_setup(
     reward = movable_reward or build_rewards.make_reward(config)
     await build_rewards.open_reward(reward, exit_stack, notify)
     is_evaluated = config.training.eval_every is not None
-    heldout_reward = build_rewards.evaluation_reward(reward, notify if is_evaluated else lambda _: None)
+    heldout_reward = build_rewards.get_heldout_reward(reward, notify if is_evaluated else lambda _: None)
     if tasks := training.data.tasks or training.data.heldout:
         await check_tools(environment, tasks[0], chat, reward)
 
-    max_episodes = max_concurrent_episodes(config, environment)
+    max_episodes = get_max_concurrent_episodes(config, environment)
     if config.environment.num_workers is not None and config.compute.backend != "ray":
         notify(f"environment: at most {max_episodes} episodes at a time")
     return RolloutSetup(
         environment,
         chat,
-        build_sampler.max_length(config, loaded_model),
+        build_sampler.get_max_length(config, loaded_model),
         sampler,
         RewardClock(reward, notify, lambda: build_rewards.judge_metrics(reward)),
         RewardClock(heldout_reward, notify),
@@ -263,7 +263,7 @@ def _make_source(
             "timeout": config.environment.episode_timeout,
             "runtime": training.tools.runtime,
         }
-        max_episodes = max_concurrent_episodes(config, setup.environment)
+        max_episodes = get_max_concurrent_episodes(config, setup.environment)
         return ExpertSource(tasks, order, setup.environment, setup.chat, algorithm, limits, max_episodes)
     rollouts = _make_rollouts(training, setup, setup.reward, make_branching(config))
     source_args = (tasks, order, rollouts, setup.sampler, algorithm, setup.reward, ledger)

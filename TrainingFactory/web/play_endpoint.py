@@ -77,7 +77,7 @@ class EndpointConversation(PlayConversation):
     ) -> EndpointAnswer:
         answer = EndpointAnswer(self, await self.get_sampler(), history, arguments, tell)
         originals = {i: self._originals.get((i, _make_key(message))) for i, message in enumerate(history)}
-        answer.originals = {i: original for i, original in originals.items() if original is not None}
+        answer.original_messages = {i: original for i, original in originals.items() if original is not None}
         return answer
 
     def finish_answer(self, answer: PlayedAnswer, history: list[Message]) -> JobArguments:
@@ -85,7 +85,7 @@ class EndpointConversation(PlayConversation):
         messages = list(history)
         for turn in answer.trajectory.turns:
             messages += [turn.message, *turn.replies]
-        for position, original in answer.originals.items():
+        for position, original in answer.original_messages.items():
             if original is not None and position < len(messages):
                 self._originals[position, _make_key(messages[position])] = original
         for key in list(self._originals)[:-MAX_ORIGINALS]:

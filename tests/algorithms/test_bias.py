@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from TrainingFactory.algorithms.advantages import Credit, compute_advantages
-from TrainingFactory.rewards.process_reward import CAPPED, CLAWED_BACK, calculate_process_reward
+from TrainingFactory.rewards.process_reward import CAPPED_PART, CLAWED_BACK_PART, calculate_process_reward
 from TrainingFactory.types import (
     Completion,
     Message,
@@ -83,7 +83,7 @@ def table() -> tuple[np.ndarray, np.ndarray]:
             reward = paid(went)
             number = number_of(np.array(went + (NOT_PLAYED,) * (TURNS - size)))
             steps[number] = reward.steps + [0.0] * (TURNS - size)
-            rest[number] = reward.outcome, reward.parts[CLAWED_BACK] < 0, reward.parts[CAPPED] < 0
+            rest[number] = reward.outcome, reward.parts[CLAWED_BACK_PART] < 0, reward.parts[CAPPED_PART] < 0
     return steps, rest
 
 

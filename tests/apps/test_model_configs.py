@@ -14,7 +14,7 @@ from tests.kits.families import BY_KEY
 from TrainingFactory.apps.doctor.examination import forecast
 from TrainingFactory.apps.plan.planning import RunPlanner
 from TrainingFactory.apps.plan.shapes import MODEL_CONFIGS, count_shape, find_shape, sampler_bytes
-from TrainingFactory.assembly.memory import get_mlp_width, state_bytes
+from TrainingFactory.assembly.memory import get_mlp_width, get_state_bytes
 from TrainingFactory.assembly.states import RecurrentSizes
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.learning.lora import add_lora
@@ -128,7 +128,7 @@ def test_recurrent_layers_cost_the_same_at_any_context(tmp_path: Path) -> None:
     parts, longer = (sampler_bytes(shape, 1, 8, length) for length in (1000.0, 2000.0))
     assert parts["cache"] == 2 * 8 * 1000 * config.num_key_value_heads * config.head_dim * 2
     assert longer["cache"] == 2 * parts["cache"]
-    assert longer["states"] == parts["states"] == state_bytes(config, 8, 2) > 0
+    assert longer["states"] == parts["states"] == get_state_bytes(config, 8, 2) > 0
 
 
 def test_plan_and_forecast_of_a_hybrid() -> None:

@@ -119,7 +119,7 @@ def test_without_memory_for_both_the_old_one_goes_on(
         config = make_serving_config(find_model("agent:2", registry.runs), OPTIONS)
         needed = estimate_needed_bytes(config, server.model)
         assert weights + cache <= needed <= 1.5 * weights + cache  # a head that is stored twice
-        monkeypatch.setattr(follow, "free_bytes", lambda device: needed - 3 * 2**20)
+        monkeypatch.setattr(follow, "get_free_bytes", lambda device: needed - 3 * 2**20)
         registry.set_alias("agent:2", "champion")
         wait_until(lambda: bool(said))
         problem = health(client)["problem"]
@@ -127,7 +127,7 @@ def test_without_memory_for_both_the_old_one_goes_on(
         assert "3 MiB more" in problem and problem.endswith("agent:1 keeps serving")
         assert said == [f"agent@champion: {problem}"]
         assert post(client, BODY)["system_fingerprint"] == "agent:1"
-        monkeypatch.setattr(follow, "free_bytes", lambda device: needed)
+        monkeypatch.setattr(follow, "get_free_bytes", lambda device: needed)
         wait_until(lambda: health(client)["problem"] is None)
         assert health(client)["version"] == "agent:2" and "agent@champion is now agent:2" in said[-1]
 

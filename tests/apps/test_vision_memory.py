@@ -14,10 +14,10 @@ from TrainingFactory.apps.plan.planning import RunPlanner
 from TrainingFactory.apps.plan.shapes import estimate_learner_bytes, find_shape
 from TrainingFactory.apps.plan.workload import workload_from_groups
 from TrainingFactory.assembly.memory import (
-    activation_bytes,
-    attention_widths,
     estimate_model_memory,
-    image_bytes,
+    get_activation_bytes,
+    get_attention_widths,
+    get_image_bytes,
 )
 from TrainingFactory.common.image_tokens import find_image
 from TrainingFactory.config import TrainingConfig
@@ -86,7 +86,7 @@ def test_a_trained_tower_keeps_what_is_estimated() -> None:
         for weight in trained:
             weight.requires_grad_(False)
     assert output.pooler_output
-    estimate = activation_bytes(tower, int(tokens.num_tokens * tower.patches), False, 4)
+    estimate = get_activation_bytes(tower, int(tokens.num_tokens * tower.patches), False, 4)
     assert 0.6 < sum(kept.values()) / estimate < 1.4
 
 
@@ -95,14 +95,16 @@ def test_bytes_of_images() -> None:
     tower = measure_loaded_tower(vision_model("qwen3_vl").model)
     assert tower is not None
     images = ImageUse(tokens=100, share=0.5, total=3)
-    parts = image_bytes(config, tower, images, 1000, 4)
+    parts = get_image_bytes(config, tower, images, 1000, 4)
     assert parts["encoded images"] == 4 * tower.num_outputs * (3 * 100 + 500)
-    assert parts["vision activations"] == activation_bytes(tower._replace(num_hidden_layers=1), 400, False, 4)
+    assert parts["vision activations"] == get_activation_bytes(
+        tower._replace(num_hidden_layers=1), 400, False, 4
+    )
     trained = config.model_copy(update={"model": config.model.model_copy(update={"train_tower": True})})
-    assert image_bytes(trained, tower, images, 1000, 4)["vision activations"] == activation_bytes(
+    assert get_image_bytes(trained, tower, images, 1000, 4)["vision activations"] == get_activation_bytes(
         tower, 2000, False, 4
     )
-    most = image_bytes(config, tower, ImageUse.largest(256), 0, 4)
+    most = get_image_bytes(config, tower, ImageUse.largest(256), 0, 4)
     assert most["encoded images"] == CACHE_BYTES
 
 
@@ -142,7 +144,7 @@ def test_dry_run_of_a_family(
 def test_widths_of_layers_that_differ() -> None:
     """Gemma 4 has 4 heads of 32 in windowed layers, of 64 in the others, where 26B-A4B has half of the keys."""
     widths = [
-        attention_widths(vision_model(key).model.config.text_config) for key in ("gemma4", "gemma4_moe")
+        get_attention_widths(vision_model(key).model.config.text_config) for key in ("gemma4", "gemma4_moe")
     ]
     assert widths == [((128 + 256) // 2, (64 + 128) // 2), ((128 + 256) // 2, (64 + 64) // 2)]
 

@@ -134,7 +134,7 @@ class Forked:
         assert target == ranks.SERVE_FUNCTION
 
     async def ask(self, place: list[Any], _: None) -> None:
-        self._process = fork(ranks.serve_started, place)
+        self._process = fork(ranks.serve_started_rank, place)
         assert self._process.pid is not None
         self.pids.append(self._process.pid)
         await asyncio.to_thread(self._process.join)

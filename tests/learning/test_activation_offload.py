@@ -10,7 +10,7 @@ import torch
 from tests.kits.engine import tiny
 from tests.kits.families import BY_KEY
 from tests.kits.learner import gradients, make_learner, ragged_rows, weighted
-from TrainingFactory.assembly.memory import activation_bytes
+from TrainingFactory.assembly.memory import get_activation_bytes
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.packing import make_batch
 from TrainingFactory.learning.lora import add_lora
@@ -72,9 +72,9 @@ def test_nothing_is_copied_without_the_option_or_a_gradient(copied_shapes: list[
 
 def test_estimate_of_offloaded_activations() -> None:
     config = BY_KEY["qwen3"].config()
-    kept, offloaded = (activation_bytes(config, 1000, True, 2, offload) for offload in (False, True))
+    kept, offloaded = (get_activation_bytes(config, 1000, True, 2, offload) for offload in (False, True))
     assert kept - offloaded == 1000 * 2 * (config.num_hidden_layers - 2) * config.hidden_size
-    assert activation_bytes(config, 1000, False, 2, True) == activation_bytes(config, 1000, False, 2)
+    assert get_activation_bytes(config, 1000, False, 2, True) == get_activation_bytes(config, 1000, False, 2)
 
 
 def test_offload_needs_checkpointing() -> None:

@@ -20,7 +20,7 @@ from TrainingFactory.assembly.rewards import (
     OWN_REWARD_TEXT,
     check_group_size,
     check_reward,
-    evaluation_reward,
+    get_heldout_reward,
     make_reward,
 )
 from TrainingFactory.config import TrainingConfig
@@ -335,9 +335,9 @@ def test_groups_of_the_wrong_size_are_refused_at_the_start(tmp_path: Path):
     PPOTrainer(environment=Parity, reward_function=in_trl, group_size=1)
     check_group_size(check_reward(TrainingConfig(reward=ranking)), 2)
     said: list[str] = []
-    assert evaluation_reward(as_reward(by_rank), said.append) is None and len(said) == 1
+    assert get_heldout_reward(as_reward(by_rank), said.append) is None and len(said) == 1
     single = make_reward(TrainingConfig(reward="rule_based"))
-    assert evaluation_reward(single, said.append) is single and len(said) == 1
+    assert get_heldout_reward(single, said.append) is single and len(said) == 1
 
 
 def test_the_time_of_scoring_a_group_counts_once(monkeypatch: pytest.MonkeyPatch):

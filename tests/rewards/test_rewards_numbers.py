@@ -10,8 +10,8 @@ from TrainingFactory.rewards.rules.numbers import (
     Number,
     find_last_number,
     is_number,
+    is_same_number,
     parse_only_number,
-    same_number,
 )
 from TrainingFactory.rewards.rules.units import UNITS
 
@@ -115,7 +115,7 @@ def test_which_references_are_numbers():
 def same(answer: str, reference: str, **options: float) -> bool:
     left, right = parse_only_number(answer), parse_only_number(reference)
     assert left and right
-    return same_number(left, right, **options)
+    return is_same_number(left, right, **options)
 
 
 def test_tolerances():

@@ -15,7 +15,7 @@ import torch
 
 from tests.kits.engine import Turns, episode, grouped_prompts, play, sample_each, words, worst
 from tests.kits.families import BY_KEY
-from TrainingFactory.assembly.memory import cache_bytes, state_bytes
+from TrainingFactory.assembly.memory import get_cache_bytes, get_state_bytes
 from TrainingFactory.assembly.states import count_kv_layers, get_row_bytes
 from TrainingFactory.sampling import NativeEngine
 from TrainingFactory.sampling.cache.snapshots import EMPTY_STATE, Snapshots
@@ -303,5 +303,5 @@ def test_the_estimate_of_states_is_their_size(key: str) -> None:
     shape = runner.shapes[0]
     if key != "kimi_linear":  # latent attention has one vector for all heads
         cache = len(runner.shapes) * shape.token_bytes * 64 * (slots + 1)
-        assert cache_bytes(config, slots, 64, 4) == cache
-    assert state_bytes(config, slots, 4) == snapshots.num_rows * state
+        assert get_cache_bytes(config, slots, 64, 4) == cache
+    assert get_state_bytes(config, slots, 4) == snapshots.num_rows * state

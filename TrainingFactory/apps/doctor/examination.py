@@ -131,7 +131,7 @@ def _check_model(
 def _check_memory(
     diagnosis: Diagnosis, config: TrainingConfig, loaded_model: LoadedModel, images: ImageUse | None = None
 ) -> None:
-    length = build_sampler.max_length(config, loaded_model)
+    length = build_sampler.get_max_length(config, loaded_model)
     sizes = estimate_model_memory(config, loaded_model.model, make_algorithm(config).needs, length, images)
     shape = read_dense_shape(config.model.name, loaded_model.model.config.to_dict())
     estimate_other = None if shape is None else partial(_estimate_shape, shape, length, images=images)
@@ -175,7 +175,7 @@ class DryRun(Training):
         loaded_model, self.chat = super().load_model(day)
         self.limits = (
             self.full_config.sampling.max_tokens,
-            build_sampler.max_length(self.full_config, loaded_model),
+            build_sampler.get_max_length(self.full_config, loaded_model),
         )
         _check_model(self.diagnosis, self.full_config, loaded_model, self.chat)
         self.loaded_model = loaded_model

@@ -163,7 +163,7 @@ class RunPlanner:
         shape, width = self.shape, self.width
         flops, traffic = 1e12 * self["gpu_tflops"], 1e9 * self["gpu_bandwidth_gbs"] * self["bandwidth_share"]
         link = 1e9 * self["node_gbs" if num_learners <= self["gpus_per_node"] else "network_gbs"]
-        trained_weights = shape.count_held(self.config).trained
+        trained_weights = shape.count_held(self.config).num_trained
         token_bytes = sampler_bytes(shape, width, 1, 1.0)
         read_seconds, token_seconds = token_bytes["weights"] / traffic, token_bytes["cache"] / traffic
         state_seconds = 2 * get_row_bytes(shape, 2) / width / traffic  # read and written, at any context

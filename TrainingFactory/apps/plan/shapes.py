@@ -15,12 +15,12 @@ import yaml
 from TrainingFactory.assembly import memory
 from TrainingFactory.assembly.memory import (
     WeightCounts,
-    active_experts,
-    attention_widths,
-    cache_bytes,
+    get_active_experts,
+    get_attention_widths,
+    get_cache_bytes,
+    get_image_bytes,
     get_mlp_width,
-    image_bytes,
-    state_bytes,
+    get_state_bytes,
 )
 from TrainingFactory.assembly.states import (
     STATE_TYPES,
@@ -186,10 +186,10 @@ def _count_shape(name: str, config_json: str) -> ModelShape:
     experts = find_expert_modules(model).values()
     expert_weights = sum(weight.numel() for module in experts for weight in module.parameters(recurse=False))
     num_experts = max((module.num_experts for module in experts), default=1)
-    idle_weights = expert_weights - expert_weights * active_experts(text) // num_experts if experts else 0
+    idle_weights = expert_weights - expert_weights * get_active_experts(text) // num_experts if experts else 0
     embeddings = [weight for name, weight in model.named_parameters() if "embed_tokens_per_layer" in name]
     idle_weights += sum(table.numel() for table in embeddings)
-    query_width, key_width = attention_widths(text)  # the mean of the layers
+    query_width, key_width = get_attention_widths(text)  # the mean of the layers
     head_dim = query_width // text.num_attention_heads
     is_tied = bool(getattr(text, "tie_word_embeddings", False))
     return ModelShape(
@@ -263,7 +263,7 @@ def estimate_learner_bytes(
     )
     if shape.tower is not None:
         images = images or ImageUse.largest(config.model.image_tokens)
-        sizes |= image_bytes(config, shape.tower, images, token_budget, 2)
+        sizes |= get_image_bytes(config, shape.tower, images, token_budget, 2)
     return sizes
 
 
@@ -271,7 +271,8 @@ def sampler_bytes(shape: ModelShape, gpus: int, rows: int, length: float) -> dic
     """Return the bytes by part on each GPU of a sampler with `gpus` GPUs and `rows` rows of `length` tokens. The
     recurrent states of a hybrid model are counted as in the native engine: the states of each row, its snapshots, and
     one row for padding."""
-    sizes = {"weights": 2 * shape.params / gpus, "cache": cache_bytes(shape, rows - 1, 1, 2) * length / gpus}
+    cache_bytes = get_cache_bytes(shape, rows - 1, 1, 2) * length
+    sizes = {"weights": 2 * shape.params / gpus, "cache": cache_bytes / gpus}
     if count_recurrent_layers(shape):
-        sizes["states"] = state_bytes(shape, rows, 2) / gpus
+        sizes["states"] = get_state_bytes(shape, rows, 2) / gpus
     return sizes

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from TrainingFactory.agent_api.agent_endpoint import AgentEndpoint, EpisodeRequests, make_key
 from TrainingFactory.agent_api.agent_program import ProgramFailed, ProgramRun, SelfScoredEpisode
 from TrainingFactory.assembly import rewards as build_rewards
-from TrainingFactory.assembly.fleet import await_engines, join_cluster, max_open_episodes
+from TrainingFactory.assembly.fleet import await_engines, get_max_open_episodes, join_cluster
 from TrainingFactory.assembly.sampler import make_rollouts, make_sampler
 from TrainingFactory.common.http import listen
 from TrainingFactory.common.http.api import ApiError, HandlerResult
@@ -134,7 +134,7 @@ async def serve_proxy(
     config = with_resolved_model(resolve_ids(config, notify))
     async with AsyncExitStack() as stack:
         await join_cluster(config, stack)
-        chat, sampler = await in_thread(make_sampler, config, max_open_episodes(config))
+        chat, sampler = await in_thread(make_sampler, config, get_max_open_episodes(config))
         stack.push_async_callback(sampler.close)
         await await_engines(sampler)
         reward = build_rewards.make_reward(config)

@@ -19,7 +19,7 @@ from TrainingFactory.apps.plan.memory import format_bytes
 from TrainingFactory.apps.serving.served import ServedModel, load_served_model, make_serving_config
 from TrainingFactory.apps.serving.server import ChatServer
 from TrainingFactory.assembly.fleet import samples_elsewhere
-from TrainingFactory.assembly.memory import cache_bytes, free_bytes, release_models, state_bytes
+from TrainingFactory.assembly.memory import get_cache_bytes, get_free_bytes, get_state_bytes, release_models
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.models.dtypes import pick_device, pick_dtype
 from TrainingFactory.registry.catalogue import Catalogue, get_registry_path
@@ -130,7 +130,7 @@ class Follower:
 def check_free_memory(config: TrainingConfig, current_model: ServedModel) -> None:
     """Raise MemoryError, with the missing bytes, if a model does not fit in memory beside the current one."""
     device = pick_device(config.model.device)
-    required_bytes, available_bytes = estimate_needed_bytes(config, current_model), free_bytes(device)
+    required_bytes, available_bytes = estimate_needed_bytes(config, current_model), get_free_bytes(device)
     if required_bytes > available_bytes:
         raise MemoryError(
             f"it needs {format_bytes(required_bytes)} beside {current_model.version}, but {device} has "
@@ -153,7 +153,8 @@ def estimate_needed_bytes(config: TrainingConfig, current_model: ServedModel) ->
         total_bytes += sum(param.nbytes for param in current_model.model.parameters())
     slots, length = config.sampling.slots, current_model.sampler.max_length
     text_config = model_config.get_text_config()
-    return total_bytes + cache_bytes(text_config, slots, length, size) + state_bytes(text_config, slots, size)
+    cache_bytes = get_cache_bytes(text_config, slots, length, size)
+    return total_bytes + cache_bytes + get_state_bytes(text_config, slots, size)
 
 
 def _count_weights(folder: Path) -> int:

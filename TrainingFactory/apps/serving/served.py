@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from TrainingFactory.assembly.fleet import Notify, max_open_episodes
+from TrainingFactory.assembly.fleet import Notify, get_max_open_episodes
 from TrainingFactory.assembly.folding import make_folding
 from TrainingFactory.assembly.sampler import make_sampler_and_model
 from TrainingFactory.config import TrainingConfig, load_config
@@ -47,7 +47,7 @@ def load_served_model(
 ) -> ServedModel:
     """Load the model of a config; its sampling section gives the defaults of requests."""
     config = resolve_ids(config)
-    slots = max_open_episodes(config)
+    slots = get_max_open_episodes(config)
     sampling_options = config.sampling.model_dump(include={"temperature", "top_p", "top_k", "min_p"})
     chat, sampler, model = make_sampler_and_model(config, slots, notify)
     folding = make_folding(config, sampler.max_length)

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from TrainingFactory.common import event_loop as running
+from TrainingFactory.common import event_loop
 from TrainingFactory.common.endpoints.openai import ChatEndpoint
 from TrainingFactory.common.endpoints.transport import KEY_BY_HOST
 from TrainingFactory.tools.builtin.agent import AgentTool
@@ -151,7 +151,7 @@ class SimpleAgent:
             finally:
                 await agent.close()
 
-        result = running.run(run_agent)
+        result = event_loop.run(run_agent)
         if not result.ok:
             raise ValueError(result.content)
         self._history += [f"user: {input_text}", f"assistant: {result.content}"]

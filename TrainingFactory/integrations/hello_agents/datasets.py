@@ -16,7 +16,7 @@ HUB_NAME = "openai/gsm8k"
 GSM8K_NAMES = ("gsm8k", HUB_NAME)
 FORMATS = ("sft", "rl")
 SPLIT_PATTERN = re.compile(r"(\w+)(?:\[(\d*):(\d*)\])?")
-Reader = Callable[..., list[dict]]  # (source, split, count) -> rows
+RowReader = Callable[..., list[dict]]  # (source, split, count) -> rows
 MESSAGE_PATTERN = re.compile(r"<\|im_start\|>(system|user|assistant)\n(.*?)<\|im_end\|>", re.DOTALL)
 
 

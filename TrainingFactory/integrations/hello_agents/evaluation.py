@@ -32,7 +32,7 @@ def evaluate(
         raise ValueError(f"k is {k}, but at temperature 0 all attempts are the same. Set temperature.")
     if not all("ground_truth" in task for task in tasks):
         raise ValueError("tasks have no ground_truth. Provide rows with question and answer.")
-    record, episodes, adapter = _run_evaluation(model_path, tasks, {"training.group_size": k, **options})
+    record, episodes, is_adapter = _run_evaluation(model_path, tasks, {"training.group_size": k, **options})
     answers = [episode.answer for episode in episodes]  # "" if the episode was truncated
     rewards = reward_fn(**as_reward(reward_fn).make_columns(episodes) | {"completions": answers})
     scores = record.metrics
@@ -53,7 +53,7 @@ def evaluate(
         samples = zip(episodes, answers, rewards, strict=True)
         result["details"] = [_make_episode_detail(*sample) for sample in samples]
         result["errors"] = [detail for detail in result["details"] if not detail["correct"]]
-    return result | {"use_lora": adapter, "record": record.id}
+    return result | {"use_lora": is_adapter, "record": record.id}
 
 
 def _run_evaluation(

@@ -136,8 +136,8 @@ class BaseTrainerWrapper:
         self, config: TrainingConfig | None = None, dataset: Any = None, reward_fn: Any = None, *,
         eval_dataset: Any = None, **options: Any,
     ) -> None:  # fmt: skip
-        field_names = {key: field_name for field_name, key in RENAMED_KEYS.items()}
-        fields = {field_names.get(key, key): value for key, value in options.items()}
+        field_by_key = {key: field_name for field_name, key in RENAMED_KEYS.items()}
+        fields = {field_by_key.get(key, key): value for key, value in options.items()}
         self.config = replace(config or TrainingConfig(), **fields)
         self.dataset, self.eval_dataset, self.reward_fn = dataset, eval_dataset, reward_fn
         self.trainer = self.model = self.tokenizer = None
@@ -147,9 +147,9 @@ class BaseTrainerWrapper:
         """Load the model and its tokenizer for inspection; `train` does not use them and loads its own copy."""
         from TrainingFactory.models.loading import load_model
 
-        resolved = training.find_model(self.config.model_name)
+        resolved_model = training.find_model(self.config.model_name)
         loaded_model = load_model(
-            resolved.name, adapter=resolved.adapter, revision=self.config.model_revision
+            resolved_model.name, adapter=resolved_model.adapter, revision=self.config.model_revision
         )
         self.model, self.tokenizer = loaded_model.model, loaded_model.tokenizer
 
@@ -161,10 +161,10 @@ class BaseTrainerWrapper:
             error_text = "has no reward. Pass" if self.reward_fn is None else "takes no reward. Remove"
             raise ValueError(f"{type(self).__name__} {error_text} reward_fn=.")
         rows = training.pick_row_reader(self.algorithm)(self.dataset)
-        keys = self.config.convert_keys(self.algorithm, self.eval_dataset is not None)
+        settings = self.config.convert_keys(self.algorithm, self.eval_dataset is not None)
         model, folder = self.config.model_name, self.config.output_dir
         self.trainer, self._training_result = training.train(
-            self.algorithm, model, rows, folder, keys, self.reward_fn, self.eval_dataset
+            self.algorithm, model, rows, folder, settings, self.reward_fn, self.eval_dataset
         )
         return Result(self._training_result)
 

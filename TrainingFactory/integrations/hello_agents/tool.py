@@ -104,8 +104,8 @@ class RLTraining:
 
     def __init__(self, language: str | None = None) -> None:
         self.messages = ToolMessages(language)
-        tool: Any = super()  # the tool base class of the subclass
-        tool.__init__(name=self.name, description=self.messages("description"))
+        base_tool: Any = super()  # the tool base class of the subclass
+        base_tool.__init__(name=self.name, description=self.messages("description"))
         self.custom_datasets: dict[str, Any] = {}
         self.custom_reward_functions: dict[str, Callable[..., Any]] = {}
         self._presets: dict[str, dict[str, Any]] = {}  # options by reward_type
@@ -136,14 +136,14 @@ class RLTraining:
         return self.result_class({"status": "error", "message": message})
 
     def _run_action(self, options: dict[str, Any]) -> dict[str, Any]:
-        action = self._choose("action", str(options.pop("action", "train")).lower(), ACTION_DEFAULTS)
+        action = self._require("action", str(options.pop("action", "train")).lower(), ACTION_DEFAULTS)
         known_names = dict.fromkeys([*ACTION_DEFAULTS[action], *ACTION_KEYS[action], TASKS_KEY])
         for key in options:
             is_config_key = action == "train" and "." in key  # a full config key, validated by the config
             if key not in known_names and not is_config_key:
                 hint, name_list = did_you_mean(nearest(key, known_names)), ", ".join(known_names)
                 raise ValueError(self.messages("key", action=action, value=key, near=hint, known=name_list))
-        methods = {"train": self._train, "load_dataset": self._load, "create_reward": self._create}
+        methods = {"train": self._train, "load_dataset": self._load_dataset, "create_reward": self._create}
         return methods.get(action, self._evaluate)(options, ACTION_DEFAULTS[action] | options)
 
     def _parse_parameters(self, parameters: Any) -> dict[str, Any]:
@@ -168,7 +168,7 @@ class RLTraining:
                     continue  # the config rejects it with its key
         return {key: value for key, value in options.items() if value is not None or key == "max_samples"}
 
-    def _choose(self, subject: str, value: str, choices: Collection[str]) -> str:
+    def _require(self, subject: str, value: str, choices: Collection[str]) -> str:
         if value not in choices:
             raise ValueError(
                 self.messages("choice", what=self.messages(subject), value=value, known=", ".join(choices))
@@ -178,7 +178,7 @@ class RLTraining:
     # Actions: `options` are the user's, `config` is completed with defaults.
 
     def _train(self, options: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-        algorithm = self._choose("algorithm", str(config["algorithm"]).lower(), KINDS)
+        algorithm = self._require("algorithm", str(config["algorithm"]).lower(), KINDS)
         is_online = KINDS[algorithm].samples
         if not is_online and (unused_options := options.keys() & NO_REWARD):
             raise ValueError(self.messages("unread", value=min(unused_options), algorithm=algorithm))
@@ -206,7 +206,7 @@ class RLTraining:
         training.write_model(trainer, folder, result | reward_arguments)
         return result | reward_arguments
 
-    def _load_rows(self, config: Mapping[str, Any], read_dataset: datasets.Reader) -> list[dict]:
+    def _load_rows(self, config: Mapping[str, Any], read_dataset: datasets.RowReader) -> list[dict]:
         """Return the rows of the requested dataset."""
         name, split, count = config["dataset"], config["split"], config["max_samples"]
         custom_dataset = config.get("custom_dataset")
@@ -215,7 +215,7 @@ class RLTraining:
             return read_dataset(datasets.read_gsm8k(split, count, config.get(TASKS_KEY)))
         if isinstance(dataset, str) and "/" not in dataset and not Path(dataset).exists():
             known_names = ["gsm8k", *self.custom_datasets, "FILE.jsonl", "OWNER/NAME (hub)"]
-            self._choose("dataset", dataset, known_names)
+            self._require("dataset", dataset, known_names)
         return read_dataset(dataset, split, count)
 
     def _find_reward(self, config: Mapping[str, Any]) -> tuple[str, Callable[..., Any]]:
@@ -232,13 +232,13 @@ class RLTraining:
             if len(candidates) > 1:
                 raise ValueError(self.messages("registered", known=", ".join(candidates)))
             name = candidates[0]
-        self._choose("reward", name, [*functions, *rewards.REWARD_OPTIONS])
+        self._require("reward", name, [*functions, *rewards.REWARD_OPTIONS])
         if name in functions:
             return name, functions[name]
         return name, rewards.make_reward(name, self._presets.get(name, {}) if options is None else options)
 
-    def _load(self, options: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-        format_name = self._choose("format", options.get("format_type", config["format"]), datasets.FORMATS)
+    def _load_dataset(self, options: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+        format_name = self._require("format", options.get("format_type", config["format"]), datasets.FORMATS)
         rows = self._load_rows(config, datasets.read_plain_rows)
         if {"question", "answer"} <= rows[0].keys():
             tokenizer = datasets.load_model_tokenizer(config["model_name"]) if format_name == "rl" else None
@@ -247,7 +247,7 @@ class RLTraining:
         return result | {"dataset_size": len(rows), "sample_keys": list(rows[0])}
 
     def _create(self, options: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-        reward_type = self._choose("reward", config.pop("reward_type"), rewards.REWARD_OPTIONS)
+        reward_type = self._require("reward", config.pop("reward_type"), rewards.REWARD_OPTIONS)
         full_options = rewards.complete_options(reward_type, config)
         rewards.make_reward(reward_type, config)
         self._presets[reward_type] = config
@@ -264,9 +264,9 @@ class RLTraining:
         name, reward = self._find_reward(config)
         overrides = {SAMPLING_KEYS[key]: options[key] for key in SAMPLING_KEYS if key in options}
         overrides["logging.output_dir"] = config["output_dir"]
-        metrics, k, details = config["metrics"], config["k"], config["return_details"]
+        metrics, k, with_details = config["metrics"], config["k"], config["return_details"]
         rows = self._load_rows(config, datasets.read_tasks)
-        scores = evaluate(path, rows, reward, overrides, metrics, k, details)
+        scores = evaluate(path, rows, reward, overrides, metrics, k, with_details)
         result = {"status": "success", "model_path": path, "device": str(pick_device("auto")), "reward": name}
         return result | scores
 

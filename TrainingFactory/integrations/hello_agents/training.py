@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # torch, which takes seconds
     from TrainingFactory.trainers.trainer import Trainer
 
 RECORD_FILE = "training_result.json"  # in output_dir; lists the files of the model
-# Key of the textbook -> ours. `_convert_special` converts the keys that need more than another name.
+# Key of the textbook -> ours. `_convert` converts the keys that need more than another name.
 OPTION_KEYS = {
     **{key: f"training.{key}" for key in ("num_epochs", "batch_size", "learning_rate", "warmup_steps", "weight_decay",
                                           "max_grad_norm", "max_steps", "gradient_checkpointing", "seed")},
@@ -57,22 +57,22 @@ class DetailedLoggingCallback(PlainLines):
             self.say(f"Epoch {epoch}/{epochs} | Step {step}/{total} | {format_metrics_line(metrics)}")
 
 
-def pick_row_reader(algorithm: str) -> datasets.Reader:
+def pick_row_reader(algorithm: str) -> datasets.RowReader:
     """Return the function that reads the rows of an algorithm."""
     return datasets.read_tasks if KINDS[algorithm].samples else datasets.read_examples
 
 
 def train(
-    algorithm: str, model_name: str, rows: list[dict], output_dir: str | Path, keys: Mapping[str, Any],
+    algorithm: str, model_name: str, rows: list[dict], output_dir: str | Path, settings: Mapping[str, Any],
     reward_fn: Callable[..., Any] | None = None, heldout_rows: Any = None
 ) -> tuple[Trainer, dict[str, Any]]:  # fmt: skip
     """Train a run in the folder `runs` of `output_dir`. Return the trainer and the results.
 
-    `keys` are the textbook's, or ours in full (`grpo.scale_rewards`); `heldout` are the rows for `eval_steps`."""
+    `settings` have the textbook's keys, or ours in full (`grpo.scale_rewards`); `heldout_rows` are for `eval_steps`."""
     is_online = KINDS[algorithm].samples
     folder = Path(output_dir).expanduser()
     check_folder(folder)
-    options: dict[str, Any] = {**make_config_sections(algorithm, keys, len(rows))}
+    options: dict[str, Any] = {**make_config_sections(algorithm, settings, len(rows))}
     # The textbook points TensorBoard at the folder `runs`.
     options.setdefault("logging", {})["output_dir"] = str(folder / "runs")
     model = make_model_section(model_name, options.setdefault("lora", {}), folder)
@@ -81,7 +81,7 @@ def train(
     if heldout_rows is not None:
         options["heldout"] = pick_row_reader(algorithm)(heldout_rows)
     prefix = "RewardModel" if algorithm == "reward_model" else algorithm.upper()
-    watcher = DetailedLoggingCallback(None, keys.get("num_epochs"), keys.get("logging_steps") or 1)
+    watcher = DetailedLoggingCallback(None, settings.get("num_epochs"), settings.get("logging_steps") or 1)
     trainer = getattr(services, f"{prefix}Trainer")(**options, reward_function=reward_fn, watcher=watcher)
     if trainer.notices:
         raise ValueError("; ".join(trainer.notices))
@@ -97,10 +97,10 @@ def train(
 
 
 def make_config_sections(algorithm: str, keys: Mapping[str, Any], num_rows: int) -> dict[str, dict[str, Any]]:
-    """Convert the textbook's keys to sections of a config, which validates the values. `size`: number of rows."""
+    """Convert the textbook's keys to sections of a config, which validates the values."""
     options = {key: value for key, value in keys.items() if value is not None}
-    if accumulation := options.get("gradient_accumulation_steps"):
-        options["batch_size"] = options.get("batch_size", BATCH_SIZE) * accumulation
+    if accumulation_steps := options.get("gradient_accumulation_steps"):
+        options["batch_size"] = options.get("batch_size", BATCH_SIZE) * accumulation_steps
     option_rows = [
         (OPTION_KEYS.get(key, key), key, options[key]) for key in options if key in OPTION_KEYS or "." in key
     ]
@@ -144,7 +144,7 @@ def make_model_section(name: str, lora: dict[str, Any], folder: Path) -> dict[st
     resolved_model = find_model(name)
     if resolved_model.adapter is None or resolved_model.folder is None:
         if resolve_model_name(resolved_model.name) == TINY_ID and lora.get("enabled"):
-            return {"name": str(_save_builtin(folder / "base"))}
+            return {"name": str(_save_builtin_model(folder / "base"))}
         # Further keys that factories.yaml has for a name are resolved later, from the name.
         return resolved_model.section if resolved_model.query == name else {"name": name}
     if not lora.get("enabled", True):
@@ -154,16 +154,16 @@ def make_model_section(name: str, lora: dict[str, Any], folder: Path) -> dict[st
         )
     adapter_config = json.loads((resolved_model.folder / ADAPTER).read_text(encoding="utf-8"))
     for key, peft_key in PEFT_KEYS.items():
-        if key in lora and _sort_list(lora[key]) == _sort_list(adapter_config.get(peft_key)):
+        if key in lora and _sort_if_list(lora[key]) == _sort_if_list(adapter_config.get(peft_key)):
             del lora[key]
     return resolved_model.section | {"adapter": str(resolved_model.folder.resolve())}
 
 
-def _sort_list(setting: Any) -> Any:
+def _sort_if_list(setting: Any) -> Any:
     return sorted(setting) if isinstance(setting, list) else setting  # PEFT stores lists in any order
 
 
-def _save_builtin(folder: Path) -> Path:
+def _save_builtin_model(folder: Path) -> Path:
     """Save the built-in model to a folder, so that other programs can load an adapter on top of it."""
     from TrainingFactory.models.loading import load_model
 

@@ -125,7 +125,7 @@ class JudgeWorkers:
         self._ask, self._tokenizer, self._loop = ask_judge, tokenizer, asyncio.get_running_loop()
 
     def score(self, prompts: Sequence[str], read_reply: Callable[[str], float] | None = None) -> list[float]:
-        """Return the score that `read` extracts from each judge reply, or the judge's own verdict without `read`."""
+        """Return the score that `read_reply` extracts from each judge reply; without it, the judge's own verdict."""
 
         async def ask_all() -> list[float]:
             return await asyncio.gather(*(self._ask(_to_messages(prompt), read_reply) for prompt in prompts))

@@ -44,8 +44,8 @@ class EnvOptions(dict[str, Any]):
         try:
             return self[name]
         except KeyError:
-            available = ", ".join(self) or "none"
-            raise AttributeError(f"environment.options has no {name!r}. Available: {available}") from None
+            names = ", ".join(self) or "none"
+            raise AttributeError(f"environment.options has no {name!r}. Available: {names}") from None
 
 
 class Env(ForeignEnvironment):
@@ -99,7 +99,7 @@ class Env(ForeignEnvironment):
 
     def accepts(self, method: str, **options: Any) -> bool:
         """Return whether a method accepts the base class's required arguments and the keywords `options`."""
-        required = [parameter for parameter in _parameters(method) if parameter.default is parameter.empty]
+        required = [parameter for parameter in _list_params(method) if parameter.default is parameter.empty]
         try:
             inspect.signature(getattr(self, method)).bind(*required, **options)
         except TypeError:
@@ -110,10 +110,10 @@ class Env(ForeignEnvironment):
     def _asks_judge(self) -> bool:
         return any(map(self.overrides, (PROMPTS, ONE_PROMPT, JUDGE_SCORE)))
 
-    def is_enabled(self, switch: str) -> bool:
+    def is_enabled(self, switch_name: str) -> bool:
         """Return whether the method that belongs to a switch, such as `use_verify_tool`, is called."""
-        setting = getattr(self, switch)
-        return self.overrides(SWITCH_METHODS[switch]) if setting is None else bool(setting)
+        setting = getattr(self, switch_name)
+        return self.overrides(SWITCH_METHODS[switch_name]) if setting is None else bool(setting)
 
     @property
     def tool_manager(self) -> EpisodeTools:
@@ -136,7 +136,7 @@ class Env(ForeignEnvironment):
                 raise ValueError(f"{name}.{method} is never called; did you mean {closest_method}?")
         for method in METHODS:
             if not self.accepts(method) and not (method == RULES and self.accepts(RULES, if_val=False)):
-                parameters = ", ".join(["self", *(parameter.name for parameter in _parameters(method))])
+                parameters = ", ".join(["self", *(parameter.name for parameter in _list_params(method))])
                 signature = inspect.signature(getattr(self, method))
                 raise ValueError(
                     f"{name}.{method}{signature} has a wrong signature. Use {method}({parameters})."
@@ -209,8 +209,8 @@ class Env(ForeignEnvironment):
         if not use_process_reward or if_val:
             return scores
         columns = [item.batch["tool_use_scores"].tolist() for item in data]
-        steps = [[value for value in column if value == value] for column in columns]  # without NaN
-        return [[*rewards, *score] for rewards, score in zip(steps, scores, strict=True)]
+        step_rewards = [[value for value in column if value == value] for column in columns]  # without NaN
+        return [[*rewards, *score] for rewards, score in zip(step_rewards, scores, strict=True)]
 
     def _compute_score_with_reward_rollout_wg(
         self, reward_rollout_wg: Any, reward_tokenizer: Any, data: Any
@@ -241,7 +241,7 @@ def _read_reply(method: Any, data_source: Any, truth: Any, extra_info: Any, repl
     return as_finite(method(data_source, reply, truth, extra_info), READ_REPLY)
 
 
-def _parameters(method: str) -> list[inspect.Parameter]:
+def _list_params(method: str) -> list[inspect.Parameter]:
     """Return the parameters of a method of `Env`, without `self`."""
     return [*inspect.signature(getattr(Env, method)).parameters.values()][1:]
 

@@ -37,7 +37,7 @@ class EnvEpisode(ToolEnvironment):
     def __init__(self, task: Task, tools: Sequence[Tool | ToolSource] = ()) -> None:
         super().__init__(task, tools, timeout=self.env.tool_timeout)
         self.env = copy.copy(self.env)
-        self._lock = asyncio.Lock()
+        self._batch_lock = asyncio.Lock()
 
     async def step(self, message: Message) -> Step:
         """Process a turn with the `step` of the user's `Env`, or call the tools if the `Env` has none."""
@@ -50,7 +50,7 @@ class EnvEpisode(ToolEnvironment):
         if not isinstance(result, tuple) or len(result) != 4:
             expected_lists = "four lists: next_obs, dones, valid_action, is_tool"
             raise ValueError(f"step returned {short_repr(result)}. Return {expected_lists}.")
-        [observation], [is_done], [is_valid], [is_tool] = (_unwrap_item(values, STEP) for values in result)
+        [observation], [is_done], [is_valid], [is_tool] = (_unwrap_item(entries, STEP) for entries in result)
         replies = [] if is_done else _make_replies(observation, message)
         signals = {"valid_action": float(is_valid), "is_tool": float(is_tool)}
         return Step(replies, done=bool(is_done), tool_results=episode_tools.results, signals=signals)
@@ -90,7 +90,7 @@ class EnvEpisode(ToolEnvironment):
 
     async def _verify_batch(self, episode: AnyEpisode) -> EpisodeBatch:
         """Return the episode in verl's form, verified once for all rules and judges that score it."""
-        async with self._lock:
+        async with self._batch_lock:
             if self._batch is None:
                 assert isinstance(episode, OpenEpisode), "a finished episode"
                 self._tokenizer: Any = getattr(episode.chat, "tokenizer", None)
@@ -125,7 +125,8 @@ class EnvEpisode(ToolEnvironment):
     async def _compute_step_rewards(self) -> list[float]:
         """Return the reward of each turn (NaN: none), scored one by one, so that turns do not affect each other."""
         reward_lists = [
-            _unwrap_item(await call_function(self.env.get_step_reward, [t]), STEPS) for t in self._turn_texts
+            _unwrap_item(await call_function(self.env.get_step_reward, [turn_text]), STEPS)
+            for turn_text in self._turn_texts
         ]
         return [reward if reward != reward else as_finite(reward, STEPS) for [reward] in reward_lists]
 

@@ -58,7 +58,7 @@ PER_SERVER = 'set it per server, in the mcpServers file: {"tfactory": {"timeout"
 LIMIT_KEYS = ("env.tool_timeout", "env.max_concurrency", "env.parallel_sse_tool_call", "env.enable_limiter")
 BUDGET_REASON = "training.token_budget sets the number of tokens per forward pass"
 # Reasons not to translate an override. The first prefix wins that matches the key, or the key without its section.
-REASONS: list[tuple[str | tuple[str, ...], str, str]] = [
+SKIP_REASONS: list[tuple[str | tuple[str, ...], str, str]] = [
     ("actor.state_masking", ALWAYS, "only sampled tokens are trained, never tool output"),
     ("actor.kl_loss", NOT_NEEDED, "use_kl_loss is off, so the loss has no KL term"),
     ("model.use_remove_padding", ALWAYS, "rows are packed without padding"),
@@ -101,10 +101,8 @@ REASONS: list[tuple[str | tuple[str, ...], str, str]] = [
 
 def find_reason(key: str) -> tuple[str, str]:
     """Return the reason why a key is not translated, as (kind of reason, text)."""
-    for prefix, status, text in REASONS:
+    for prefix, status, text in SKIP_REASONS:
         if key.startswith(prefix) or key.partition(".")[2].startswith(prefix):
             return status, text
-    return (
-        NO_COUNTERPART,
-        f"this translation does not know the key; {find_docs('RL_FACTORY.md')} lists the known ones",
-    )
+    known_keys = find_docs("RL_FACTORY.md")
+    return NO_COUNTERPART, f"this translation does not know the key; {known_keys} lists the known ones"

@@ -21,7 +21,7 @@ SHELL_ONLY = re.compile("\ue000(.*?)\ue000")  # a value that only the shell know
 COMMAND_END_PATTERN = re.compile(r"\d?>|&?>>?|<|\||;|&")
 # Characters; RL-Factory's own scripts have 4,000. Nested ${A:-${B:-... takes quadratic time.
 MAX_SCRIPT_CHARS = 16_000
-MAX_EXPANDED = 100_000  # total characters of all expanded variables of one script
+MAX_CHARS = 100_000  # total characters of all expanded variables of one script
 
 
 @dataclass(slots=True)
@@ -29,11 +29,11 @@ class LaunchScript:
     """Training command of a script.
 
     `overrides` maps keys to values after shell expansion, with markers around parts that only the shell knows;
-    `unparsed` holds the remaining words of the command."""
+    `extras` are the remaining words of the command."""
 
     path: str
     overrides: dict[str, str] = field(default_factory=dict)
-    unparsed: list[str] = field(default_factory=list)
+    extras: list[str] = field(default_factory=list)
 
 
 def read_script(path: Path, variables: Mapping[str, str]) -> LaunchScript:
@@ -74,7 +74,7 @@ class Expansion:
     characters holds for all lines of a script, because a line such as `A=$A$A` doubles a value each time."""
 
     variables: dict[str, str]
-    remaining_chars: int = MAX_EXPANDED
+    remaining_chars: int = MAX_CHARS
 
     def expand_line(self, line: str) -> str:
         return UNQUOTED_PATTERN.sub(self._expand, line)
@@ -94,7 +94,7 @@ class Expansion:
             value = f"\ue000${{{variable}}}\ue000"
         self.remaining_chars -= len(value)
         if self.remaining_chars < 0:
-            raise ValueError(f"variables expand to more than {MAX_EXPANDED} characters. Use shorter values.")
+            raise ValueError(f"variables expand to more than {MAX_CHARS} characters. Use shorter values.")
         return value
 
 
@@ -104,8 +104,8 @@ def _parse_training_command(path: str, commands: Sequence[tuple[int, list[str]]]
     if len(trainings) != 1:
         reason = "no command `python3 -m verl.trainer.main_ppo key=value ...`. Use a script of RL-Factory."
         if trainings:
-            lines = ", ".join(str(line_number) for line_number, _ in trainings)
-            reason = f"starts {len(trainings)} trainings (lines {lines}). Keep only one of them in a copy."
+            numbers = ", ".join(str(line_number) for line_number, _ in trainings)
+            reason = f"starts {len(trainings)} trainings (lines {numbers}). Keep only one of them in a copy."
         elif commands:
             reason = f"line {commands[0][0]} starts verl, but no training. Only verl.trainer.main_ppo is translated."
         raise ValueError(f"{path}: {reason}")
@@ -118,7 +118,7 @@ def _parse_training_command(path: str, commands: Sequence[tuple[int, list[str]]]
         if override := OVERRIDE_PATTERN.fullmatch(argument):
             script.overrides[override[1]] = override[2]
         else:
-            script.unparsed.append(argument)
+            script.extras.append(argument)
     if not script.overrides:
         raise ValueError(f"{path}: the training command has no overrides (key=value) to translate")
     return script

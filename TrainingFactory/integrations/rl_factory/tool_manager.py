@@ -37,22 +37,22 @@ class EpisodeTool:
 
 
 class EpisodeTools:
-    """Runs tool calls with the executor of the episode, with its timeouts, cache and recording. `turns` maps the texts
-    that a user's methods receive to their messages; `results` collects the results of `execute_actions`."""
+    """Runs tool calls with the executor of the episode, its timeouts, cache and recording. `message_by_text` maps the
+    texts that a user's methods receive to their messages; `results` collects the results of `execute_actions`."""
 
-    def __init__(self, environment: ToolEnvironment, turns: Mapping[str, Message]) -> None:
+    def __init__(self, environment: ToolEnvironment, message_by_text: Mapping[str, Message]) -> None:
         self._executor, self._loop = environment.executor, asyncio.get_running_loop()
-        self._turns = turns
+        self._message_by_text = message_by_text
         self.results: list[ToolResult] = []
         self.tool_map: dict[str, EpisodeTool] = {}
-        self._names_by_qualified: dict[str, str] = {}  # RL-Factory names a tool of a server SERVER-TOOL
+        self._name_by_server_name: dict[str, str] = {}  # RL-Factory names a tool of a server SERVER-TOOL
         for tool in environment.tools:
             tool_name, options = tool.spec.name, getattr(tool, "options", ToolOptions())
             self.tool_map[tool_name] = EpisodeTool(self, tool_name, tool.spec.description)
-            self._names_by_qualified[f"{options.server}-{tool_name}"] = tool_name
+            self._name_by_server_name[f"{options.server}-{tool_name}"] = tool_name
 
     def get_tool(self, name: str) -> EpisodeTool:
-        tool = self.tool_map.get(self._names_by_qualified.get(name, name))
+        tool = self.tool_map.get(self._name_by_server_name.get(name, name))
         if tool is None:
             raise ValueError(f"there is no tool {name!r}. Available: {', '.join(self.tool_map) or 'none'}")
         return tool
@@ -89,7 +89,7 @@ class EpisodeTools:
         return ("actions" if calls else "answer"), calls
 
     def _find_calls(self, text: str) -> list[ToolCall]:
-        turn = self._turns.get(text)
+        turn = self._message_by_text.get(text)
         return read_tagged(text.rpartition("</think>")[2])[1] if turn is None else turn.tool_calls
 
     def execute_actions(self, responses: Sequence[str]) -> tuple[list[str], list[Any]]:

@@ -44,7 +44,7 @@ class Translation:
         self._translate_trainer()
         for key in [*self._overrides]:
             self._note(key, self._overrides[key], *keys.find_reason(key))
-        self.notes += [f"{argument}: {NOT_NEEDED}: it is not an override" for argument in script.unparsed]
+        self.notes += [f"{argument}: {NOT_NEEDED}: it is not an override" for argument in script.extras]
 
     def text(self) -> str:
         """Return the config as YAML, with the notes as comments at its end."""
@@ -55,7 +55,7 @@ class Translation:
         }
         return f"{header}{yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)}{footer}"
 
-    def _pop(self, key: str, default: Any = None) -> Any:
+    def _pop_override(self, key: str, default: Any = None) -> Any:
         """Remove an override from the remaining ones and return its value. If the value disables its feature, add a
         note and return `default`."""
         value = self._overrides.get(key, default)
@@ -70,7 +70,7 @@ class Translation:
         self._note(key, value, NOT_NEEDED, "it is off in the script, and our default applies")
 
     def _pop_int(self, key: str, default: int = 0) -> int:
-        value = self._pop(key, default)
+        value = self._pop_override(key, default)
         if not isinstance(value, int):
             raise ValueError(f"{self.script.path}: {key} is {value!r}; it must be an integer")
         return value
@@ -85,76 +85,71 @@ class Translation:
         self.notes.append(f"{prefix}{key}={value}: {status}: {reason}")
 
     def _translate_algorithm(self) -> None:
-        estimator = str(self._pop("algorithm.adv_estimator", "gae"))  # verl's default
+        estimator = str(self._pop_override("algorithm.adv_estimator", "gae"))  # verl's default
         self.algorithm, advantage_name = keys.ALGORITHM_BY_ESTIMATOR.get(estimator, ("grpo", ""))
         self._set_key("training.algorithm", self.algorithm)
         if estimator not in keys.ALGORITHM_BY_ESTIMATOR:
-            known_names = ", ".join(keys.ALGORITHM_BY_ESTIMATOR)
-            self._note(
-                "algorithm.adv_estimator",
-                estimator,
-                NO_COUNTERPART,
-                f"grpo is used instead; known: {known_names}",
-            )
+            reason = f"grpo is used instead; known: {', '.join(keys.ALGORITHM_BY_ESTIMATOR)}"
+            self._note("algorithm.adv_estimator", estimator, NO_COUNTERPART, reason)
         if advantage_name == "group":
             self.sections["grpo"] = {"scale_rewards": True, "clip_high": 0.2}  # verl's defaults
         elif advantage_name:
             self._set_key("grpo.advantage", advantage_name)
-        if any(keys.RL_FACTORY_CONFIG in argument for argument in self.script.unparsed):
+        if any(keys.RL_FACTORY_CONFIG in argument for argument in self.script.extras):
             self._overrides = keys.DEFAULTS | self._overrides
         for key, config_key in {**keys.UNCHANGED_KEYS, **keys.KEYS_BY_ALGORITHM[self.algorithm]}.items():
             if key in self._overrides:
                 self._set_key(config_key, self._overrides.pop(key))
-        if lora_rank := self._pop("model.lora_rank"):
+        if lora_rank := self._pop_override("model.lora_rank"):
             self._set_key("lora.enabled", True)
             self._set_key("lora.r", lora_rank)
 
     def _translate_data(self) -> None:
         for key, config_key in {"data.train_files": "data.tasks", "data.val_files": "data.heldout"}.items():
-            if files := self._pop(key):
+            if files := self._pop_override(key):
                 first_file, *ignored_files = files if isinstance(files, list) else [files]
                 self._set_key(config_key, first_file)
                 if ignored_files:
                     self._note(
                         key, ignored_files, BY_HAND, "only one file is supported; merge the rows of all files"
                     )
-        max_response = self._pop_int("data.max_response_length")
-        if max_response:
-            self._set_key("sampling.max_tokens", max_response)
-        if max_prompt := self._pop_int("data.max_prompt_length"):
-            self._set_key("model.max_length", max_prompt + (max_response or 512))  # verl's default
+        max_response_tokens = self._pop_int("data.max_response_length")
+        if max_response_tokens:
+            self._set_key("sampling.max_tokens", max_response_tokens)
+        if prompt_size := self._pop_int("data.max_prompt_length"):
+            self._set_key("model.max_length", prompt_size + (max_response_tokens or 512))  # verl's default
         batch_size = self.sections["training"].get("batch_size")
-        minibatch = self._pop_int("actor.ppo_mini_batch_size")
-        if minibatch > 0 and isinstance(batch_size, int) and batch_size % minibatch == 0:
-            self._set_key("training.minibatches", batch_size // minibatch)
-        elif minibatch:
+        minibatch_size = self._pop_int("actor.ppo_mini_batch_size")
+        if minibatch_size > 0 and isinstance(batch_size, int) and batch_size % minibatch_size == 0:
+            self._set_key("training.minibatches", batch_size // minibatch_size)
+        elif minibatch_size:
             reason = f"it does not divide the batch size of {batch_size}"
-            self._note("actor.ppo_mini_batch_size", minibatch, BY_HAND, reason)
+            self._note("actor.ppo_mini_batch_size", minibatch_size, BY_HAND, reason)
 
     def _translate_loss(self) -> None:
-        kl_in_loss = self._pop("actor.use_kl_loss")
-        if kl_in_loss:
+        uses_kl_loss = self._pop_override("actor.use_kl_loss")
+        if uses_kl_loss:
             self._set_key("@.kl", self._overrides.pop("actor.kl_loss_coef", 0.001))  # verl's default
-        elif self.algorithm == "ppo" and self._pop("algorithm.use_kl_in_reward"):
+        elif self.algorithm == "ppo" and self._pop_override("algorithm.use_kl_in_reward"):
             self._set_key("ppo.kl_in", "reward")
             self._set_key("ppo.kl", self._overrides.pop("algorithm.kl_ctrl.kl_coef", 0.001))
-        for key, (config_key, names) in keys.RENAMED_VALUES.items():
-            if key not in self._overrides or (key.startswith("actor.kl") and not kl_in_loss):
+        for key, (config_key, translations) in keys.RENAMED_VALUES.items():
+            if key not in self._overrides or (key.startswith("actor.kl") and not uses_kl_loss):
                 continue
             value = self._overrides.pop(key)
-            if value in names and (self.algorithm == "grpo" or not config_key.startswith("grpo")):
-                self._set_key(config_key, names[value])
+            if value in translations and (self.algorithm == "grpo" or not config_key.startswith("grpo")):
+                self._set_key(config_key, translations[value])
             else:
-                reason = f"{config_key.replace('@', self.algorithm)} supports {', '.join(names)}"
+                reason = f"{config_key.replace('@', self.algorithm)} supports {', '.join(translations)}"
                 self._note(key, value, NO_COUNTERPART, reason)
         if self.sections.get("grpo", {}).get("ratio") == "sequence":
             self._set_key("grpo.normalization", "sequence")
-        if clip_ratio := self._pop("actor.clip_ratio"):  # for ppo it is translated already
+        if clip_ratio := self._pop_override("actor.clip_ratio"):  # for ppo it is translated already
             self._set_key("grpo.clip_low", clip_ratio)
             self._set_key("grpo.clip_high", clip_ratio)
 
     def _translate_environment(self) -> None:
-        if name := self._pop("env.name"):
+        if name := self._pop_override("env.name"):
             candidates = (f"{name}.py", f"envs/{name}.py")
             existing_file = next((path for path in candidates if (self.folder / path).is_file()), None)
             if name == "search" and existing_file is None:  # RL-Factory's own search environment
@@ -169,7 +164,7 @@ class Translation:
                 self._set_key("environment.options", {"use_process_reward": uses_step_rewards})
                 name_hint = "must define your Env, imported from TrainingFactory.integrations.rl_factory"
                 self._note("env.name", name, BY_HAND, f"{path} {name_hint}")
-        if path := self._pop("env.config_path"):
+        if path := self._pop_override("env.config_path"):
             self.sections["tools"] = self._translate_tools(str(path))
 
     def _translate_tools(self, path: str) -> list[dict[str, str]]:
@@ -181,34 +176,34 @@ class Translation:
         return [{"name": name, "config": path} for name in (*(server.name for server in servers), *names)]
 
     def _translate_judge(self) -> None:
-        if not self._pop("reward_rollout.if_use_reward_rollout"):
+        if not self._pop_override("reward_rollout.if_use_reward_rollout"):
             for key in [key for key in self._overrides if key.startswith("reward_rollout.")]:
                 self._note(key, self._overrides.pop(key), NOT_NEEDED, "the script uses no judge")
             return
-        judge: dict[str, Any] = {"model": self._pop("reward_rollout.rollout.model_name", "NAME")}
+        judge: dict[str, Any] = {"model": self._pop_override("reward_rollout.rollout.model_name", "NAME")}
         if (num_gpus := self._pop_int("reward_rollout.rollout.tensor_model_parallel_size", 1)) > 1:
             judge |= {"engine": "vllm", "gpus": num_gpus}
         self.sections["reward"] = {"type": "model_judge", "judge": judge}
-        if max_tokens := self._pop("reward_rollout.rollout.response_length"):
+        if max_tokens := self._pop_override("reward_rollout.rollout.response_length"):
             self.sections["reward"]["options"] = {"options": {"max_tokens": max_tokens}}
 
     def _translate_trainer(self) -> None:
-        loggers = self._pop("trainer.logger", [])
+        loggers = self._pop_override("trainer.logger", [])
         loggers = loggers if isinstance(loggers, list) else [loggers]
         if trackers := [name for name in loggers if name in keys.TRACKER_NAMES]:
             self._set_key("logging.trackers", trackers)
-        if unsupported := [name for name in loggers if name not in keys.TRACKER_NAMES]:
+        if unsupported_loggers := [name for name in loggers if name not in keys.TRACKER_NAMES]:
             reason = f"steps are always printed; trackers are {', '.join(keys.TRACKER_NAMES)}"
-            self._note("trainer.logger", unsupported, NO_COUNTERPART, reason)
-        if "wandb" in trackers and (project := self._pop("trainer.project_name")):
+            self._note("trainer.logger", unsupported_loggers, NO_COUNTERPART, reason)
+        if "wandb" in trackers and (project := self._pop_override("trainer.project_name")):
             self._set_key("logging.wandb", {"project": str(project)})
-        if save_every := self._pop_int("trainer.save_freq"):
-            self._set_key("logging.checkpoint_every", save_every)
-        if "heldout" in self.sections.get("data", {}) and (eval_every := self._pop_int("trainer.test_freq")):
-            self._set_key("training.eval_every", eval_every)
-        count_keys = [key for key in ("trainer.n_gpus_per_node", "trainer.nnodes") if key in self._overrides]
-        if count_keys:
-            self._set_key("compute.num_gpus", prod(self._pop_int(key, 1) for key in count_keys))
+        if save_interval := self._pop_int("trainer.save_freq"):
+            self._set_key("logging.checkpoint_every", save_interval)
+        if "heldout" in self.sections.get("data", {}) and (interval := self._pop_int("trainer.test_freq")):
+            self._set_key("training.eval_every", interval)
+        gpu_keys = [key for key in ("trainer.n_gpus_per_node", "trainer.nnodes") if key in self._overrides]
+        if gpu_keys:
+            self._set_key("compute.num_gpus", prod(self._pop_int(key, 1) for key in gpu_keys))
         if self._overrides.get("rollout.mode") == "async":
             self._set_key("optimization.async_rollout", bool(self._overrides.pop("rollout.mode")))
 

@@ -19,7 +19,7 @@ from TrainingFactory.data.disk import write_atomically
 from TrainingFactory.data.trajectories import task_to_dict
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.integrations.swift import CONFIG_VARIABLE, PLUGIN_NAME, TASK_COLUMN
-from TrainingFactory.integrations.swift.keys import LORA_ARGUMENTS, SAME_MEANING, VALUES
+from TrainingFactory.integrations.swift.keys import KEY_BY_ARGUMENT, LORA_ARGUMENTS, VALUE_TRANSLATIONS
 from TrainingFactory.integrations.swift.scheduler import as_swift_messages, build_environment, check_config
 from TrainingFactory.models.names import TINY_IDS, resolve_model_name
 from TrainingFactory.resolve import factories
@@ -75,18 +75,18 @@ def export_config(config: TrainingConfig, folder: Path, notify: Callable[[str], 
 
 def make_swift_arguments(config: TrainingConfig, folder: Path) -> tuple[dict[str, Any], list[str]]:
     """Return ms-swift's arguments, and the keys that the config sets but that have no counterpart."""
-    options = {key: _read_value(config, key) for key in {*_list_set_keys(config), *CORE_KEYS}}
+    options = {key: _read_value(config, key) for key in {*_list_explicit_keys(config), *CORE_KEYS}}
     arguments: dict[str, Any] = {}
-    for name, key in SAME_MEANING.items():
+    for name, key in KEY_BY_ARGUMENT.items():
         key = key.replace("@", "grpo.kl")
         if key in PLUGIN_KEYS and name != "max_turns":
             options.pop(key, None)
         elif key in options and (value := options.pop(key)) is not None:
             arguments[name] = value
-    for name, (key, translations) in VALUES.items():
+    for name, (key, translations) in VALUE_TRANSLATIONS.items():
         if key in options:
             value = options.pop(key)
-            match = next((theirs for theirs, ours in translations.items() if ours == value), None)
+            match = next((swift_value for swift_value, ours in translations.items() if ours == value), None)
             if match is None:
                 options[key] = value
             else:
@@ -95,11 +95,11 @@ def make_swift_arguments(config: TrainingConfig, folder: Path) -> tuple[dict[str
     # One group per device and pass; the passes of a step add up to batch_size groups.
     arguments["per_device_train_batch_size"] = config.training.group_size
     arguments["gradient_accumulation_steps"] = batch_size
-    modules = options.pop("lora.target_modules", None)
+    target_modules = options.pop("lora.target_modules", None)
     if not config.lora.enabled:
         arguments = {name: value for name, value in arguments.items() if name not in LORA_ARGUMENTS}
-    elif modules is not None:
-        arguments["target_modules"] = modules
+    elif target_modules is not None:
+        arguments["target_modules"] = target_modules
     arguments |= _make_model_arguments(config)
     arguments["output_dir"] = str(folder.resolve() / "output")
     arguments |= {
@@ -168,13 +168,13 @@ async def _make_dataset_row(environment: Any, task: Task) -> dict[str, Any]:
     return row | {TASK_COLUMN: task_json}
 
 
-def _list_set_keys(config: TrainingConfig) -> list[str]:
+def _list_explicit_keys(config: TrainingConfig) -> list[str]:
     """Return the keys that the config sets: SECTION.KEY, or SECTION for lists."""
     keys: list[str] = []
     for name in config.model_fields_set:
         section = getattr(config, name)
-        set_fields = getattr(section, "model_fields_set", None)
-        keys += [name] if set_fields is None else [f"{name}.{key}" for key in set_fields]
+        explicit_fields = getattr(section, "model_fields_set", None)
+        keys += [name] if explicit_fields is None else [f"{name}.{key}" for key in explicit_fields]
     return keys
 
 

@@ -57,7 +57,7 @@ class SwiftTranslation:
         self.sections: dict[str, Any] = {}
         self.notes: list[str] = []
         self._arguments = {
-            keys.OLD_NAMES.get(name, name): _parse_scalar(value)
+            keys.NEW_NAME_BY_OLD.get(name, name): _parse_scalar(value)
             for name, value in arguments.items()
             if value is not None and value not in ([], "")
         }
@@ -101,7 +101,7 @@ class SwiftTranslation:
 
     def _set_algorithm(self) -> None:
         rlhf_type = self._arguments.pop("rlhf_type", None)
-        algorithms = keys.VALUES["rlhf_type"][1]
+        algorithms = keys.VALUE_TRANSLATIONS["rlhf_type"][1]
         if rlhf_type is not None and rlhf_type not in algorithms:
             algorithm_list = ", ".join(algorithms)
             raise ValueError(
@@ -124,12 +124,12 @@ class SwiftTranslation:
         self._arguments = defaults | self._arguments
 
     def _translate_data(self) -> None:
-        for name, sampled_key in DATASET_KEYS.items():
+        for name, data_key in DATASET_KEYS.items():
             files = self._arguments.pop(name, None)
             if not files:
                 continue
             first_file, *ignored_files = files if isinstance(files, list) else [files]
-            key = sampled_key if self.algorithm == "grpo" or name == "val_dataset" else "dataset"
+            key = data_key if self.algorithm == "grpo" or name == "val_dataset" else "dataset"
             file, _, num_rows = str(first_file).rpartition("#")  # FILE#COUNT takes the first rows
             if file and num_rows.isdigit():
                 self._set_key("data.heldout_count" if key == "heldout" else "data.count", int(num_rows))
@@ -144,14 +144,14 @@ class SwiftTranslation:
     def _translate_batch(self) -> None:
         sizes = {name: self._pop_count(name) for name in BATCH_KEYS if name in self._arguments}
         size_text = ", ".join(f"{name} {value}" for name, value in sizes.items()) or "the default batch size"
-        per_device = sizes.get("per_device_train_batch_size", 1)
+        device_batch_size = sizes.get("per_device_train_batch_size", 1)
         num_passes = sizes.get("gradient_accumulation_steps", 1)
         if self.algorithm != "grpo":
-            self._set_key("training.batch_size", per_device * num_passes)
+            self._set_key("training.batch_size", device_batch_size * num_passes)
             return
         group_size = self._pop_count("num_generations") if "num_generations" in self._arguments else 8
         num_completions = sizes.get(
-            "generation_batch_size", per_device * sizes.get("steps_per_generation", num_passes)
+            "generation_batch_size", device_batch_size * sizes.get("steps_per_generation", num_passes)
         )
         self._set_key("training.batch_size", max(1, num_completions // group_size))
         self._set_key("training.group_size", group_size)
@@ -178,22 +178,22 @@ class SwiftTranslation:
             )  # fmt: skip
 
     def _copy_keys(self) -> None:
-        for name, key in keys.SAME_MEANING.items():
+        for name, key in keys.KEY_BY_ARGUMENT.items():
             if name not in self._arguments:
                 continue
             value = self._arguments.pop(name)
-            is_for_other = name in keys.GRPO_ARGUMENTS and self.algorithm != "grpo"
-            is_for_other |= name == "beta" and self.algorithm not in keys.BETA_ALGORITHMS
+            is_for_other_algorithm = name in keys.GRPO_ARGUMENTS and self.algorithm != "grpo"
+            is_for_other_algorithm |= name == "beta" and self.algorithm not in keys.BETA_ALGORITHMS
             is_disabled = value == -1 or (name in ("delta", "eval_steps") and not value)
-            if is_for_other or is_disabled:
+            if is_for_other_algorithm or is_disabled:
                 self._note_unused(name, value)
                 continue
-            is_whole = (
+            is_int = (
                 isinstance(value, float)
                 and value.is_integer()
                 and name not in ("temperature", "lora_dropout")
             )
-            self._set_key(self._fill_key(key), int(value) if is_whole and key != "grpo.clip_dual" else value)
+            self._set_key(self._fill_key(key), int(value) if is_int and key != "grpo.clip_dual" else value)
         if "grpo" in self.sections and "clip_high" not in self.sections["grpo"]:
             self._set_key("grpo.clip_high", self.sections["grpo"]["clip_low"])  # theirs is epsilon
 
@@ -202,7 +202,7 @@ class SwiftTranslation:
         return key.replace("@", "grpo.kl" if self.algorithm == "grpo" else f"{self.algorithm}.beta")
 
     def _map_values(self) -> None:
-        for name, (key, translations) in keys.VALUES.items():
+        for name, (key, translations) in keys.VALUE_TRANSLATIONS.items():
             if name not in self._arguments:
                 continue
             value = self._arguments.pop(name)
@@ -227,17 +227,17 @@ class SwiftTranslation:
             self._note(name, value, NOT_NEEDED, f"it has no effect with {self.algorithm}")
 
     def _note_remaining(self) -> None:
-        unlisted: list[str] = []
+        names: list[str] = []
         for name, value in self._arguments.items():
             status, reason = keys.find_reason(name)
             if self.is_complete and (status == NOT_NEEDED or not value):
                 continue
             if self.is_complete and status == NO_COUNTERPART:
-                unlisted.append(name)
+                names.append(name)
             else:
                 self._note(name, value, status, reason)
-        if unlisted:
-            self.notes.append(f"{NO_COUNTERPART}, mostly defaults of ms-swift: {', '.join(sorted(unlisted))}")
+        if names:
+            self.notes.append(f"{NO_COUNTERPART}, mostly defaults of ms-swift: {', '.join(sorted(names))}")
 
 
 def _read_text(path: Path) -> str:
@@ -280,9 +280,9 @@ def _read_script(path: Path, variables: Mapping[str, str]) -> dict[str, Any]:
         raise ValueError(
             f"{path} {error_text}. It must have one command: swift rlhf --rlhf_type grpo --model ..."
         )
-    [(method, *words)] = commands
+    [(subcommand, *words)] = commands
     arguments = _parse_arguments(path, words)
-    if method == "rlhf":
+    if subcommand == "rlhf":
         arguments.setdefault("rlhf_type", "dpo")  # ms-swift's default
     return arguments
 

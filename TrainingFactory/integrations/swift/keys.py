@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 # Their argument -> our key, with the same values.
-SAME_MEANING = {
+KEY_BY_ARGUMENT = {
     "model": "model.name", "model_revision": "model.revision",
     "enable_thinking": "model.thinking", "learning_rate": "training.learning_rate",
     "warmup_steps": "training.warmup_steps", "weight_decay": "training.weight_decay",
@@ -19,7 +19,7 @@ SAME_MEANING = {
     "save_total_limit": "logging.keep_checkpoints", "eval_steps": "training.eval_every",
 }  # fmt: skip
 # Their argument -> our key, and their values -> our values. On export, the first of their values is used.
-VALUES: dict[str, tuple[str, dict[str, object]]] = {
+VALUE_TRANSLATIONS: dict[str, tuple[str, dict[str, object]]] = {
     "rlhf_type": ("training.algorithm", {"grpo": "grpo", "dpo": "dpo", "kto": "kto", "rm": "reward_model"}),
     "torch_dtype": ("model.dtype", {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}),
     "lr_scheduler_type": ("training.schedule", {
@@ -33,7 +33,7 @@ VALUES: dict[str, tuple[str, dict[str, object]]] = {
     "use_vllm": ("sampling.engine", {"False": "native", "True": "vllm"}),
     "overlong_filter": ("grpo.train_truncated", {"False": True, "True": False}),
 }  # fmt: skip
-OLD_NAMES = {
+NEW_NAME_BY_OLD = {
     "train_type": "tuner_type",
     "sft_type": "tuner_type",
     "model_id_or_path": "model",
@@ -62,7 +62,7 @@ LEARNING_RATES = {"lora": 1e-4, "full": 1e-5}
 
 NOT_NEEDED, BY_HAND, NO_COUNTERPART = "not needed", "by hand", "no counterpart"
 # Reasons not to translate an argument. The first prefix wins.
-REASONS: list[tuple[str | tuple[str, ...], str, str]] = [
+SKIP_REASONS: list[tuple[str | tuple[str, ...], str, str]] = [
     (("external_plugins", "custom_register_path"), BY_HAND, "name a reward of the plugin with reward.type=function"),
     ("reward_weights", BY_HAND, "give each part of reward.parts its weight"),
     (("reward_model", "reward_template"), BY_HAND, "use a trained reward model with reward.type=learned"),
@@ -91,7 +91,7 @@ REASONS: list[tuple[str | tuple[str, ...], str, str]] = [
 
 def find_reason(name: str) -> tuple[str, str]:
     """Return the reason why an argument is not translated, as (kind of reason, text)."""
-    for prefix, status, text in REASONS:
+    for prefix, status, text in SKIP_REASONS:
         if name.startswith(prefix):
             return status, text
     return NO_COUNTERPART, "this translation does not know the argument"

@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack
 from statistics import fmean
 from typing import Any, TypeVar
 
-from TrainingFactory.assembly import rewards as build_rewards
+from TrainingFactory.assembly import rewards as reward_assembly
 from TrainingFactory.assembly.environment import make_environment
 from TrainingFactory.assembly.named_files import read_config
 from TrainingFactory.assembly.run_tools import RunTools
@@ -34,7 +34,7 @@ from TrainingFactory.types import Message, Task, Trajectory
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-CLOSING_SECONDS = 30.0
+CLOSE_TIMEOUT_SECONDS = 30.0
 
 
 class EpisodeLoop:
@@ -49,7 +49,7 @@ class EpisodeLoop:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
     def close(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(CLOSING_SECONDS)
+        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(CLOSE_TIMEOUT_SECONDS)
         self._loop.call_soon_threadsafe(self._loop.stop)
 
 
@@ -72,8 +72,8 @@ class SwiftRun:
             if self._settings is None:
                 self._exit_stack.push_async_callback(self._tools.close)
                 environment = await self._tools.equip(self._environment)
-                reward = build_rewards.make_reward(self._config)
-                await build_rewards.open_reward(reward, self._exit_stack, log.info)
+                reward = reward_assembly.make_reward(self._config)
+                await reward_assembly.open_reward(reward, self._exit_stack, log.info)
                 runtime = self._tools.runtime
                 self._settings = make_rollouts(
                     self._config, environment, chat, reward=reward, runtime=runtime
@@ -218,7 +218,7 @@ def read_run_config() -> TrainingConfig:
 def check_config(config: TrainingConfig) -> None:
     """Raise ValueError for options that ms-swift's trainer would silently ignore or does not support."""
     environment, training = config.environment, config.training
-    unsupported = {
+    option_values = {
         "environment.command": environment.command,
         "environment.context": environment.context,
         "environment.user": environment.user,
@@ -226,11 +226,11 @@ def check_config(config: TrainingConfig) -> None:
         "training.filters": training.filters,
         "grpo.state_groups": config.grpo.state_groups,
     }
-    if unsupported_names := [name for name, value in unsupported.items() if value]:
+    if unsupported_names := [name for name, value in option_values.items() if value]:
         raise ValueError(
             f"{', '.join(unsupported_names)} does not work in ms-swift. Remove it, or train with tfactory train."
         )
-    if compares_episodes(build_rewards.check_reward(config)):
+    if compares_episodes(reward_assembly.check_reward(config)):
         raise ValueError(
             "reward: it compares the episodes of a group, but in ms-swift each episode is scored when it ends. Use a "
             "reward of single episodes, or train with tfactory train."
@@ -288,11 +288,11 @@ def _check_tools(request: Any, trajectory: Trajectory) -> None:
     request_tools = request.tools or []
     tool_rows = json.loads(request_tools) if isinstance(request_tools, str) else request_tools
     tool_rows = [json.loads(row) if isinstance(row, str) else row for row in tool_rows]
-    shown_names = sorted(str(row.get("function", row).get("name")) for row in tool_rows)
+    dataset_tools = sorted(str(row.get("function", row).get("name")) for row in tool_rows)
     tool_names = sorted(tool.name for tool in trajectory.tools)
-    if tool_names != shown_names:
+    if tool_names != dataset_tools:
         raise ValueError(
-            f"task {trajectory.task.id}: the column tools of the dataset has {', '.join(shown_names) or 'no tools'}, "
+            f"task {trajectory.task.id}: the column tools of the dataset has {', '.join(dataset_tools) or 'no tools'}, "
             f"but the environment has {', '.join(tool_names) or 'none'}. Write the dataset again with `tfactory swift "
             "export`."
         )

@@ -95,10 +95,10 @@ class Judge:
         field_texts: Mapping[str, FieldValue],
         instruction: str,
         parse: Callable[[str], float],
-        repeat: int,
+        trial: int,
         attach: Callable[[list[Message]], list[Message]] = lambda messages: messages,
     ) -> float:
-        first_index = repeat * self.samples
+        first_index = trial * self.samples
         indices = range(first_index, first_index + self.samples)
         requests = [self._ask(field_texts, instruction, index, parse, attach) for index in indices]
         return aggregate_scores(self.vote, await gather_majority(requests))
@@ -111,7 +111,7 @@ def make_cache_key(messages: Sequence[Message]) -> list[str]:
     return [as_text(message.content, message.images, repr) for message in messages]
 
 
-AskJudge = Callable[..., Coroutine[Any, Any, float]]  # `ModelJudge.put`
+AskJudge = Callable[..., Coroutine[Any, Any, float]]  # `ModelJudge.ask_judge`
 
 
 @runtime_checkable
@@ -149,8 +149,8 @@ class ModelJudge(Judge):
         requests = [self.client.ask(key, lambda: messages, index, parse) for index in range(self.samples)]
         return aggregate_scores(self.vote, await gather_majority(requests))
 
-    async def judge(self, trajectory: Trajectory, repeat: int = 0) -> float:
-        """Return the verdict, from 0 to 1. `repeat` distinguishes repeated judgements of a trajectory in the cache."""
+    async def judge(self, trajectory: Trajectory, trial: int = 0) -> float:
+        """Return the verdict, from 0 to 1. `trial` distinguishes repeated judgements of a trajectory in the cache."""
         image_labels = ImageLabels()
         field_texts = self.prompt.make_values(
             trajectory.task,
@@ -158,7 +158,7 @@ class ModelJudge(Judge):
             answer=get_answer_text(trajectory),
         )
         attach = partial(image_labels.attach_last_images, self.images)
-        return await self._sample(field_texts, self.verdict.instruction, self.verdict.parse, repeat, attach)
+        return await self._sample(field_texts, self.verdict.instruction, self.verdict.parse, trial, attach)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -169,7 +169,7 @@ class PairJudge(Judge):
 
     opponents: int | None = None  # compare with the next N episodes of the group; None: with all
 
-    async def rate_pair(self, first: Trajectory, second: Trajectory, repeat: int = 0) -> float:
+    async def rate_pair(self, first: Trajectory, second: Trajectory, trial: int = 0) -> float:
         """Compare two episodes in this order only: return 1 if the first is better, 0 if the second is."""
         verdict = PairwiseVerdict()
         field_texts = self.prompt.make_values(
@@ -177,7 +177,7 @@ class PairJudge(Judge):
             first=show_trajectory(first, self.prompt.reasoning, prompt=False),
             second=show_trajectory(second, self.prompt.reasoning, prompt=False),
         )
-        return await self._sample(field_texts, verdict.instruction, verdict.parse, repeat)
+        return await self._sample(field_texts, verdict.instruction, verdict.parse, trial)
 
     async def compare(self, first: Trajectory, second: Trajectory) -> float:
         """Compare two episodes in both orders: return 1 if the first is better, 0 if the second is."""
@@ -189,9 +189,9 @@ class PairJudge(Judge):
         episode has a share."""
         trajectories = _require_group(episodes)
         failed_flags = [self.is_failed(trajectory) for trajectory in trajectories]
-        count = len(trajectories)
-        offsets = range(1, min(self.opponents or count, count - 1) + 1)
-        matches = ((first, (first + offset) % count) for first in range(count) for offset in offsets)
+        size = len(trajectories)
+        offsets = range(1, min(self.opponents or size, size - 1) + 1)
+        matches = ((first, (first + offset) % size) for first in range(size) for offset in offsets)
         pairs = sorted({(min(pair), max(pair)) for pair in matches})
 
         async def compare(first: int, second: int) -> float:
@@ -200,18 +200,18 @@ class PairJudge(Judge):
             return await self.compare(trajectories[first], trajectories[second])
 
         verdicts = await asyncio.gather(*(compare(*pair) for pair in pairs), return_exceptions=True)
-        wins: list[list[float | BaseException]] = [[] for _ in trajectories]
+        win_scores: list[list[float | BaseException]] = [[] for _ in trajectories]
         for (first, second), verdict in zip(pairs, verdicts, strict=True):
-            wins[first].append(verdict)
-            wins[second].append(verdict if isinstance(verdict, BaseException) else 1 - verdict)
-        rewards = [self._make_win_reward(comparisons) for comparisons in wins]
+            win_scores[first].append(verdict)
+            win_scores[second].append(verdict if isinstance(verdict, BaseException) else 1 - verdict)
+        rewards = [self._make_win_reward(comparisons) for comparisons in win_scores]
         if all(isinstance(reward, Exception) for reward in rewards):
-            require_majority(wins[0])  # raises the first failure
+            require_majority(win_scores[0])  # raises the first failure
         return rewards
 
-    def _make_win_reward(self, wins: Sequence[float | BaseException]) -> Reward | Exception:
+    def _make_win_reward(self, win_scores: Sequence[float | BaseException]) -> Reward | Exception:
         try:
-            scores = require_majority(wins)
+            scores = require_majority(win_scores)
         except JudgeFailure as failure:
             return failure
         return self._make_reward(sum(scores) / len(scores))

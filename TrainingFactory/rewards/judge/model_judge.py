@@ -118,11 +118,11 @@ def make_judges(
     urls = [base_url] if isinstance(base_url, str) else list(base_url)
     if not urls or not all(isinstance(url, str) for url in urls) or len(set(urls)) < len(urls):
         raise ValueError(f"base_url is {base_url!r:.100}; it must be an address or a list of distinct ones")
-    count = len(urls) if num_workers is None else num_workers
-    if count < len(urls):
-        raise ValueError(f"num_workers is {count}, but base_url has {len(urls)} addresses; raise num_workers")
+    total = len(urls) if num_workers is None else num_workers
+    if total < len(urls):
+        raise ValueError(f"num_workers is {total}, but base_url has {len(urls)} addresses; raise num_workers")
     options = dict(options)
-    options.setdefault("concurrency", 8 * -(-count // len(urls)))  # 8 per worker that shares the judge
+    options.setdefault("concurrency", 8 * -(-total // len(urls)))  # 8 per worker that shares the judge
     judges: list[Any] = []
     for url in urls:
         judges.append(make_from(model_judge, {"base_url": url, **options}, "a model judge"))
@@ -130,4 +130,4 @@ def make_judges(
     usages = [judge.client.usage for judge in judges]
     for judge in judges:
         judge.client.counted_usages = usages
-    return [judges[index % len(urls)] for index in range(count)]
+    return [judges[index % len(urls)] for index in range(total)]

@@ -98,9 +98,9 @@ class ReferenceRule(ExtractionRule):
 
     def parse_references(self, episode: Episode) -> list[Any]:
         """Parse the task's reference answers; raise ValueError if there are none or one is invalid."""
-        answers = get_references(episode.task, self.rule)
+        references = get_references(episode.task, self.rule)
         try:
-            return [self.parse_reference(reference) for reference in answers]
+            return [self.parse_reference(reference) for reference in references]
         except (ValueError, TypeError) as error:
             raise ValueError(f"task {episode.task.id}: {error}") from error
 
@@ -175,8 +175,8 @@ _OR_CONTINUATION = re.compile(r"\W{0,5}or\b", re.I)
 def _find_text_after_phrase(text: str) -> tuple[int, str] | None:
     """Return the position and the answer of the last phrase such as `Answer:`, or of `####` in the last line."""
     phrase_spans = [match.span() for match in _ANSWER_PHRASE.finditer(text)][-1:]
-    stripped = text.rstrip()
-    heading_start = stripped.rfind(_ANSWER_MARK, stripped.rfind("\n") + 1)  # elsewhere, #### is a heading
+    clean_text = text.rstrip()
+    heading_start = clean_text.rfind(_ANSWER_MARK, clean_text.rfind("\n") + 1)  # elsewhere, #### is a heading
     if heading_start >= 0:
         phrase_spans.append((heading_start, heading_start + len(_ANSWER_MARK)))
     if phrase_spans:

@@ -56,7 +56,7 @@ class ChoiceRule(ReferenceRule):
         if text_after_letter in choices:  # the letter of one choice with the text of another is no answer
             return letter if text_after_letter in choices[self.letters.index(letter) :][:1] else None
         other_letters = self.letters.replace(letter, "")
-        details = re.sub(_REJECTION_FORM.format(other_letters), "", match["rest"])  # (not B); B is wrong
+        details = re.sub(_REJECTION_TEMPLATE.format(other_letters), "", match["rest"])  # (not B); B is wrong
         if _DENIAL_WORD.match(details) or any(choice in other_letters for choice in _find_letters(details)):
             return None
         return letter
@@ -68,24 +68,24 @@ def _find_letters(text: str) -> Iterator[str]:
         text_before = text[max(0, match.start() - 10) : match.start()]
         text_after = text[match.end() : match.end() + 10]
         is_word = match.group() in "aAiI" and _NEXT_WORD.match(text_after) and not _JOINER.match(text_after)
-        if not is_word and (_MARK_BEFORE.search(text_before) or _MARK_AFTER.match(text_after)):
+        if not is_word and (_CHOICE_MARK_BEFORE.search(text_before) or _CHOICE_MARK_AFTER.match(text_after)):
             yield match.group().upper()
 
 
 _LONE_LETTER = re.compile(r"(?<![\w'])[A-Za-z](?![\w'])(?! ?[=+*^<>]|\()")  # not the letters of formulas
 _NEXT_WORD = re.compile(r" [a-z]{2}")
 _JOINER = re.compile(r" (?:or|and|nor|is)\b")
-_MARK_BEFORE = re.compile(
+_CHOICE_MARK_BEFORE = re.compile(
     r"(?:\A|[^\w\s'=+*^<>] ?|\b(?:or|and|nor|not|no|but|is|option|choice|answer|maybe|perhaps|than|either) )\Z",
     re.I,
 )
-_MARK_AFTER = re.compile(r"[)\]:/]|[.;] \S| (?:or|and|nor) ")
+_CHOICE_MARK_AFTER = re.compile(r"[)\]:/]|[.;] \S| (?:or|and|nor) ")
 _LETTER_ANSWER = re.compile(
     r"(?:(?:the )?(?:correct )?(?:option|choice|answer) (?:is )?)?"
     r"[(\[]?(?P<letter>[A-Z])(?:[)\].:,;]+ ?| - | ?\(| (?=(?:is|because|since|as)\b)|$)(?P<rest>.*)",
     re.I,
 )
-_REJECTION_FORM = (
+_REJECTION_TEMPLATE = (
     r"\b(?:not|rather than|instead of) [(\[]?[{0}]\b[)\]]?(?! ?[/,] ?[A-Z]\b)"
     r"|(?<![\w'])[(\[]?[{0}][)\]]? (?:is|was) (?:wrong|incorrect|false|not)\b"
 )

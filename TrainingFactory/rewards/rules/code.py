@@ -59,20 +59,20 @@ class CodeTests(ToolRule):
 
     async def _passes(self, episode: Episode, code: str, test: str) -> bool:
         try:
-            checker = split_test(test)
+            split = split_test(test)
         except ValueError as error:
             raise ValueError(f"task {episode.task.id}: {error}") from error
-        call = make_tool_caller(episode, self.tool, "code")
-        if checker is not None:
+        run_code = make_tool_caller(episode, self.tool, "code")
+        if split is not None:
             expression = "'[' + ', '.join(_found) + ']'"
-            output = await run_and_read(call, f"{code}\n\n{checker.script}", expression, checker.num_chars)
-            return output is not None and checker.accepts(output)
+            output = await run_and_read(run_code, f"{code}\n\n{split.script}", expression, split.max_chars)
+            return output is not None and split.accepts(output)
         if not self.trusting:
             raise ValueError(
                 f"task {episode.task.id}: the code could fake the test {test.strip()[:60]!r}; rewrite the test in the "
                 "form assert f(2) == 4, use tool_verified with code_cases, or set trusting: true"
             )
-        return await run_and_read(call, f"{code}\n\n{test}", "''") is not None
+        return await run_and_read(run_code, f"{code}\n\n{test}", "''") is not None
 
 
 def make_tool_caller(episode: Episode, tool_name: str, argument_name: str) -> RunQuery:
@@ -87,14 +87,14 @@ def make_tool_caller(episode: Episode, tool_name: str, argument_name: str) -> Ru
     return call_tool
 
 
-async def run_and_read(run_code: RunQuery, code: str, expression: str, num_chars: int = 0) -> str | None:
+async def run_and_read(run_code: RunQuery, code: str, expression: str, expected_chars: int = 0) -> str | None:
     """Run the code and return the value of a string expression; None if the code failed. Raise ValueError if the tool
-    truncated output that may be correct; `num_chars` is the length of the correct value."""
+    truncated output that may be correct; `expected_chars` is the length of the correct value."""
     # The digest marks our line among the output of the code, so that exiting early does not pass. It depends only on
     # the code, so that recorded calls can be replayed; code that guesses it gains nothing.
     marker = digest(code)
     result = await run_code(f"{code}\nprint('\\n' + {marker!r} + {expression})\n")
-    if _TRUNCATION_MARK.search(result.content) and num_chars * 2 > len(result.content):
+    if _TRUNCATION_MARK.search(result.content) and expected_chars * 2 > len(result.content):
         raise ValueError(
             "cannot compare the output of the code, because the tool truncated it and the expected value is too long "
             "as well; raise the tool's max_output_chars, or use a test with a shorter value"

@@ -58,7 +58,7 @@ class SplitTest:
 
     script: str  # computes the values and appends their literals to `_found`
     conditions: Sequence[Condition]  # the condition on each value
-    num_chars: int = 0  # at most that many in the expected values: those of the test outside the script
+    max_chars: int = 0  # limit of the expected values' length: the test's characters outside the script
 
     def accepts(self, output: str) -> bool:
         """Return whether the values, formatted as a list literal, meet the conditions."""
@@ -96,7 +96,7 @@ class _NotSplittable(Exception):
 def _inline_checks(tree: ast.Module) -> Iterator[ast.stmt]:
     """Yield the statements of a test; a call `check(double)` is inlined as `candidate = double` and the body."""
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-    checks = {function.name: function for function in functions if _is_check(function)}
+    checks = {function.name: function for function in functions if _is_check_function(function)}
     for statement in tree.body:
         match statement:
             case ast.FunctionDef(name) if name in checks:
@@ -116,7 +116,7 @@ def _inline_checks(tree: ast.Module) -> Iterator[ast.stmt]:
                 yield statement
 
 
-def _is_check(function: ast.FunctionDef) -> bool:
+def _is_check_function(function: ast.FunctionDef) -> bool:
     """Return whether the function only tests its one argument, so that its body can be inlined."""
     return (
         any(isinstance(node, ast.Assert) for node in function.body)
@@ -144,16 +144,20 @@ class _Splitter:
         name_counts.subtract(_find_compared_names(statements))
         self.constants: dict[str, Any] = {}
         for name, value in assignments:
-            if (literal := self.read_literal(value)) and (_frozen(literal[0]) or not name_counts[name]):
+            if (literal := self.read_literal(value)) and (_is_frozen(literal[0]) or not name_counts[name]):
                 self.constants[name] = literal[0]
 
     def split(self) -> list[ast.stmt]:
         """Return the statements that the sandbox runs, and fill `conditions`."""
         nodes = [node for statement in self.statements for node in self._rewrite_statement(statement)]
-        used_names = {name.id for node in nodes if self._constant(node) is None for name in _get_names(node)}
-        return [node for node in nodes if (name := self._constant(node)) is None or name in used_names]
+        used_names = {
+            name.id for node in nodes if self._get_literal_name(node) is None for name in _get_names(node)
+        }
+        return [
+            node for node in nodes if (name := self._get_literal_name(node)) is None or name in used_names
+        ]
 
-    def _constant(self, statement: ast.stmt) -> str | None:
+    def _get_literal_name(self, statement: ast.stmt) -> str | None:
         """Return the name that a statement binds to a literal, which the tested code must not see; else None."""
         assignment = _assignment(statement)
         return assignment[0] if assignment is not None and assignment[0] in self.constants else None
@@ -286,9 +290,11 @@ def _get_names(root: ast.AST, context: type[ast.expr_context] = ast.expr_context
     return (node for node in ast.walk(root) if isinstance(node, ast.Name) and isinstance(node.ctx, context))
 
 
-def _frozen(value: Any) -> bool:
+def _is_frozen(value: Any) -> bool:
     """Return whether the value is immutable."""
-    return all(map(_frozen, value)) if isinstance(value, tuple) else not isinstance(value, list | dict | set)
+    return (
+        all(map(_is_frozen, value)) if isinstance(value, tuple) else not isinstance(value, list | dict | set)
+    )
 
 
 def _get_called_name(node: ast.AST) -> str | None:

@@ -92,10 +92,10 @@ class FormatRule(FinalTextRule):
         final_text = self.get_final_text(episode.trajectory)
         if final_text is None:
             return self.make_reward(0.0)
-        met_flags = [self._has_part(part, episode.trajectory, final_text) for part in self.require]
+        conditions = [self._has_part(part, episode.trajectory, final_text) for part in self.require]
         if self.pattern is not None:
-            met_flags.append(matches(compile_pattern(self.pattern), final_text, True, self.timeout))
-        return self.make_reward(sum(met_flags) / len(met_flags) if self.partial else all(met_flags))
+            conditions.append(matches(compile_pattern(self.pattern), final_text, True, self.timeout))
+        return self.make_reward(sum(conditions) / len(conditions) if self.partial else all(conditions))
 
     def _has_part(self, part: AnswerPart, trajectory: Trajectory, text: str) -> bool:
         *earlier_turns, last_turn = trajectory.turns

@@ -46,19 +46,19 @@ def find_number_spans(text: str, decimal_comma: bool = False) -> list[NumberSpan
         run_spans = [match.span()]
         if " " in match.group() and _parse_value(match.group(), decimal_comma) is None:
             # two numbers side by side, not one with a space in it
-            run_spans = [figure.span() for figure in re.compile(r"[^ ]+").finditer(text, *match.span())]
-        spans += [_parse_figure(text, start, end, decimal_comma) for start, end in run_spans]
+            run_spans = [part.span() for part in re.compile(r"[^ ]+").finditer(text, *match.span())]
+        spans += [_parse_number_span(text, start, end, decimal_comma) for start, end in run_spans]
     return spans
 
 
 def is_number(text: str, decimal_comma: bool = False) -> bool:
     """Return whether the text is one number, possibly with a sign or a known unit; not `12 Angry Men`."""
-    clean = normalise_symbols(text).strip().removesuffix(".")
-    spans = find_number_spans(clean, decimal_comma)
-    return len(spans) == 1 and spans[0].number is not None and clean == clean[spans[0].start : spans[0].end]
+    phrase = normalise_symbols(text).strip().removesuffix(".")
+    spans = find_number_spans(phrase, decimal_comma)
+    return len(spans) == 1 and spans[0].number is not None and phrase == phrase[spans[0].start : spans[0].end]
 
 
-def same_number(
+def is_same_number(
     answer: Number, reference: Number, tolerance: float | None = None, relative: float | None = None
 ) -> bool:
     """Return whether two numbers match. Without tolerances, integers must be equal, and other numbers within a relative
@@ -66,33 +66,33 @@ def same_number(
     number before the sign (50% and 50) if that is at least 1."""
 
     def is_close(value: Fraction, expected: Fraction) -> bool:
-        max_share = relative
+        max_relative = relative
         if tolerance is None and relative is None:
             if value.denominator == expected.denominator == 1:
                 return value == expected
-            max_share = 1e-6
+            max_relative = 1e-6
         # Exact decimals via str: 0.333333 is exactly a relative 1e-6 away from 1/3.
-        margin = max(Fraction(str(tolerance or 0)), Fraction(str(max_share or 0)) * abs(expected))
+        margin = max(Fraction(str(tolerance or 0)), Fraction(str(max_relative or 0)) * abs(expected))
         return abs(value - expected) <= margin
 
-    left, right = answer.value, reference.value
+    number, target = answer.value, reference.value
     if answer.units and reference.units:
-        pairs = [
+        unit_pairs = [
             (unit, other) for unit in answer.units for other in reference.units if unit.kind == other.kind
         ]
-        return any(is_close(left * unit.factor, right * other.factor) for unit, other in pairs)
+        return any(is_close(number * unit.factor, target * other.factor) for unit, other in unit_pairs)
     if (answer.units and reference.unit_name) or (answer.unit_name and reference.units):
         return False
-    if is_close(left, right):
+    if is_close(number, target):
         return True
     if answer.is_percent == reference.is_percent:
         return False
-    left, right = left * (100 if answer.is_percent else 1), right * (100 if reference.is_percent else 1)
-    plain_value = right if answer.is_percent else left
-    return abs(plain_value) >= 1 and is_close(left, right)
+    number, target = number * (100 if answer.is_percent else 1), target * (100 if reference.is_percent else 1)
+    plain_value = target if answer.is_percent else number
+    return abs(plain_value) >= 1 and is_close(number, target)
 
 
-def _parse_figure(text: str, start: int, end: int, decimal_comma: bool) -> NumberSpan:
+def _parse_number_span(text: str, start: int, end: int, decimal_comma: bool) -> NumberSpan:
     """Parse the run at start:end with the sign, currency, percent, scale and unit next to it."""
     value = _parse_value(text[start:end], decimal_comma)
     window = text[max(0, start - 24) : start]
@@ -104,7 +104,7 @@ def _parse_figure(text: str, start: int, end: int, decimal_comma: bool) -> Numbe
     if (
         value is None
         or _EXPRESSION_BEFORE.search(text_before)
-        or _WORDS_BEFORE.search(text_before)
+        or _QUALIFIER_BEFORE.search(text_before)
         or _EXPRESSION_AFTER.match(text_after)
         or (not sign_match["money"] and _AMBIGUOUS_SCALE.match(text_after))  # 5M: millions, metres, molar?
         or len(signs.replace(" ", "")) > 1
@@ -114,7 +114,7 @@ def _parse_figure(text: str, start: int, end: int, decimal_comma: bool) -> Numbe
         return NumberSpan(start, end, None)
     value = -value if "-" in signs else value
     currency = (sign_match["money"] or "").strip()
-    units, unit_name = UNITS.get(currency, ()), None
+    units, unit_match = UNITS.get(currency, ()), None
     for scale in (_MONEY_SCALE if currency else _SCALE_WORD, _SCALE_WORD, _SCALE_WORD):  # 5 hundred thousand
         if match := scale.match(text_after):
             value *= _SCALE_FACTORS[match.group(1).lower().removesuffix("s")]
@@ -126,9 +126,9 @@ def _parse_figure(text: str, start: int, end: int, decimal_comma: bool) -> Numbe
     elif not currency:
         units, unit_length = parse_units(text_after)
         end += unit_length
-        unit_name = None if units else _OTHER_UNIT.match(text_after)
+        unit_match = None if units else _UNKNOWN_UNIT.match(text_after)
     return NumberSpan(
-        start, end, Number(value, percent_match is not None, units, unit_name[1] if unit_name else "")
+        start, end, Number(value, percent_match is not None, units, unit_match[1] if unit_match else "")
     )
 
 
@@ -136,8 +136,8 @@ def _parse_value(number_text: str, decimal_comma: bool) -> Fraction | None:
     if len(number_text) > MAX_DIGITS:
         return None
     if match := _MIXED_NUMBER.fullmatch(number_text):
-        integer, top, bottom = (int(digits) for digits in match.groups())
-        return integer + Fraction(top, bottom) if 0 < top < bottom else None
+        integer, numerator, denominator = (int(digits) for digits in match.groups())
+        return integer + Fraction(numerator, denominator) if 0 < numerator < denominator else None
     numerator_text, slash, denominator_text = number_text.partition("/")
     numerator = _parse_scientific(numerator_text.strip(), decimal_comma)
     if not slash or numerator is None:
@@ -201,7 +201,7 @@ _EXPRESSION_BEFORE = re.compile(
     r"|[-+] ?[({\[|\"'<]+ ?\Z",  # -(5), -{5}
     re.I,
 )
-_WORDS_BEFORE = re.compile(
+_QUALIFIER_BEFORE = re.compile(
     r"\b(?:than|at most|at least|under|over|above|below|exceed(?:s|ing)?|plus|times"
     r"|out of|one in|(?:one|each|some|any) of"
     r"|(?:divided|multiplied|divisible) by) \Z|(?:\A|[:=,(] ?|\b(?:is|are|was|be) )up to \Z"
@@ -228,7 +228,7 @@ _SCALE_WORD = re.compile(
     r" ?((?i:(?:hundred|thousand|lakh|million|crore|billion|trillion)s?)\b|(?:k|mn|mio|bn|tn)\b|[百千万萬亿億])"
 )
 _MONEY_SCALE, _AMBIGUOUS_SCALE = re.compile(r"([KMB])\b"), re.compile(r"[MB]\b")
-_OTHER_UNIT = re.compile(  # 5 clips, 5 kΩ
+_UNKNOWN_UNIT = re.compile(  # 5 clips, 5 kΩ
     r" ?([A-Za-z]{2,20}[a-rt-z]s|[a-zµ]?[A-Z]{1,2}[a-z]?)(?=[\s.,;!)]*\Z)"
 )
 
@@ -237,7 +237,7 @@ def normalise_symbols(text: str) -> str:
     """Return the text with signs, digits of other scripts, LaTeX and markdown normalised to plain ASCII."""
     text = text[-MAX_TEXT_CHARS:]
     if not text.isascii():
-        text = superscripts_to_powers(_FRACTION_SIGN.sub(_expand_fraction, text))
+        text = convert_superscripts(_FRACTION_SIGN.sub(_expand_fraction, text))
         text = re.sub(r"[^\x00-\x7f]", lambda match: _to_ascii(match.group()), text)
     if "\\" in text or "{" in text:
         for pattern, replacement in _LATEX_REPLACEMENTS:
@@ -251,7 +251,7 @@ def normalise_symbols(text: str) -> str:
     return re.sub(r"[ \t\f\v]+", " ", text)
 
 
-def superscripts_to_powers(text: str) -> str:
+def convert_superscripts(text: str) -> str:
     """Return the text with superscript digits as exponents: 2\u2078 becomes 2^8, not 28."""
     return _SUPERSCRIPT_RUN.sub(lambda match: "^" + match.group().translate(_SUPERSCRIPT_DIGITS), text)
 
@@ -319,9 +319,9 @@ def parse_only_number(text: str, decimal_comma: bool = False) -> Number | None:
         return None  # ambiguous: the approximated line is unknown
     stated_text = next((side for side in text.split("≈") if NUMBER_RUN.search(side)), "")
     equation_text, _, stated_text = stated_text.rpartition("=")
-    numbers = [figure.number for figure in find_number_spans(stated_text, decimal_comma)]
-    stated = numbers[0] if numbers else None
-    if stated is None or any(number is None or number.value != stated.value for number in numbers):
+    numbers = [span.number for span in find_number_spans(stated_text, decimal_comma)]
+    result = numbers[0] if numbers else None
+    if result is None or any(number is None or number.value != result.value for number in numbers):
         return None
     if (
         _DENIAL_WORD.search(stated_text)
@@ -329,7 +329,7 @@ def parse_only_number(text: str, decimal_comma: bool = False) -> Number | None:
         or (len(numbers) == 1 and _OR_WORD.search(stated_text))
     ):
         return None
-    return None if equation_text and _is_unclear(equation_text, stated_text, decimal_comma) else stated
+    return None if equation_text and _is_unclear(equation_text, stated_text, decimal_comma) else result
 
 
 def find_last_number(text: str, decimal_comma: bool = False) -> str | None:
@@ -340,31 +340,31 @@ def find_last_number(text: str, decimal_comma: bool = False) -> str | None:
     if not spans or spans[-1].number is None:
         return None
     start, end = spans[-1].start, spans[-1].end
-    separator = text[spans[-2].end if len(spans) > 1 else 0 : start].rpartition("\n")[2]
+    text_before = text[spans[-2].end if len(spans) > 1 else 0 : start].rpartition("\n")[2]
     text_after = text[end:].partition("\n")[0]
     is_denied = (
-        _DENIAL_WORD.search(separator)
-        or _OR_WORD.search(separator)
-        or _REFUSAL_TEXT.search(separator + "5" + text_after)
+        _DENIAL_WORD.search(text_before)
+        or _OR_WORD.search(text_before)
+        or _REFUSAL_TEXT.search(text_before + "5" + text_after)
     )
-    return None if is_denied or _RETRACTION_TEXT.search(separator.rpartition("=")[0]) else text[start:end]
+    return None if is_denied or _RETRACTION_TEXT.search(text_before.rpartition("=")[0]) else text[start:end]
 
 
 def _is_unclear(equation: str, stated_text: str, decimal_comma: bool) -> bool:
     """Return whether the text before the last = of a line retracts the value or states another one: not x = 72,
     x = 5 or x = 72, 5 < x = 72."""
     line = equation.rpartition("\n")[2]
-    left = _CLAUSE_SEPARATOR.split(line)[-1].rpartition("=")[2]
-    if _REJECTED_LINE.search(line) or _RETRACTION_TEXT.search(left):
+    lhs = _CLAUSE_SEPARATOR.split(line)[-1].rpartition("=")[2]
+    if _REJECTED_LINE.search(line) or _RETRACTION_TEXT.search(lhs):
         return True
-    if not re.search(r"\d", left) and (_DENIAL_WORD.search(left) or _OR_WORD.search(left)):
+    if not re.search(r"\d", lhs) and (_DENIAL_WORD.search(lhs) or _OR_WORD.search(lhs)):
         return True
     sides = f"{line}={stated_text}".split("=")
-    right_sides = [_CLAUSE_END.split(right)[0] for left, right in pairwise(sides) if _LEFT_SIDE.search(left)]
-    single_numbers = [
+    right_sides = [_CLAUSE_END.split(rhs)[0] for lhs, rhs in pairwise(sides) if _LEFT_SIDE.search(lhs)]
+    single_spans = [
         spans for spans in (find_number_spans(side, decimal_comma) for side in right_sides) if len(spans) == 1
     ]
-    return len({figure.number.value for [figure] in single_numbers if figure.number}) > 1
+    return len({span.number.value for [span] in single_spans if span.number}) > 1
 
 
 _DENIAL_WORD = re.compile(r"\b(?:not|neither|nor|never|cannot)\b|n't\b|≠|不是|并非", re.I)

@@ -20,7 +20,7 @@ from TrainingFactory.common.options import STRICT, Count, NotNegative
 from TrainingFactory.common.workers import Worker, WorkerTooSlow
 from TrainingFactory.protocols import Episode
 from TrainingFactory.rewards.rules.answers import AnswerRule, ReferenceRule
-from TrainingFactory.rewards.rules.numbers import Number, is_number, parse_only_number, same_number
+from TrainingFactory.rewards.rules.numbers import Number, is_number, is_same_number, parse_only_number
 from TrainingFactory.rewards.rules.text import contains_words, normalise_text
 from TrainingFactory.types import Reward
 
@@ -46,7 +46,7 @@ class NumericRule(AnswerRule):
 
     def score(self, answer: str, reference: Any) -> float:
         number = parse_only_number(answer, self.decimal_comma)
-        return float(number is not None and same_number(number, reference, self.tolerance, self.relative))
+        return float(number is not None and is_same_number(number, reference, self.tolerance, self.relative))
 
 
 def as_number(reference: Any, decimal_comma: bool = False) -> Number | None:
@@ -127,7 +127,7 @@ class MathRule(ReferenceRule):
     async def _is_equal(self, answer: str, reference: str) -> bool:
         number, expected_number = parse_only_number(answer), parse_only_number(reference)
         if number is not None and expected_number is not None and is_number(reference):
-            return same_number(number, expected_number)
+            return is_same_number(number, expected_number)
         if normalise_text(answer) == normalise_text(reference):
             return True
         if len(answer) > MAX_FORMULA_CHARS:
@@ -142,7 +142,7 @@ class MathRule(ReferenceRule):
 
 
 def make_comparer(timeout_seconds: int) -> Callable[[tuple[str, str]], bool | None]:
-    """Return the worker process's comparison function, which may take `seconds` to parse and `seconds` to compare."""
+    """Return the worker process's comparison function, which may take `timeout_seconds` to parse and to compare."""
     import resource
 
     from math_verify import LatexExtractionConfig, parse, verify

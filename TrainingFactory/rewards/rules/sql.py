@@ -53,13 +53,13 @@ class SqlExecution(ToolRule):
         if paths is None:
             if (database := _find_database(episode.environment, self.tool)) is None:
                 return await rows_match(make_tool_caller(episode, self.tool, "query"), query, reference)
-            return await self._same_result_in(database.path, database.timeout, query, reference)
+            return await self._match_in_file(database.path, database.timeout, query, reference)
         files = [paths] if isinstance(paths, str | Path) else list(paths)
         if not files:
             raise ValueError("its metadata database is empty; list at least one SQLite file")
-        return all([await self._same_result_in(Path(path), self.timeout, query, reference) for path in files])
+        return all([await self._match_in_file(Path(path), self.timeout, query, reference) for path in files])
 
-    async def _same_result_in(self, path: Path, timeout: float, query: str, reference: str) -> bool:
+    async def _match_in_file(self, path: Path, timeout: float, query: str, reference: str) -> bool:
         database = await in_thread(SqlDatabase, path, timeout=timeout, max_rows=self.max_rows, format="exact")
         try:
             return await rows_match(partial(in_thread, database.run), query, reference)

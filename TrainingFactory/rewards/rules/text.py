@@ -12,7 +12,7 @@ from pydantic.dataclasses import dataclass
 
 from TrainingFactory.common.options import STRICT
 from TrainingFactory.rewards.rules.answers import AnswerRule, ExtractMode
-from TrainingFactory.rewards.rules.numbers import superscripts_to_powers
+from TrainingFactory.rewards.rules.numbers import convert_superscripts
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ _YES_NO_ANSWERS = ("yes", "no", "noanswer")
 
 def normalise_text(text: str) -> str:
     """Return the text with case, Unicode forms, whitespace, emphasis and surrounding punctuation normalised."""
-    text = unicodedata.normalize("NFKC", superscripts_to_powers(text)).casefold().translate(_QUOTE_TABLE)
+    text = unicodedata.normalize("NFKC", convert_superscripts(text)).casefold().translate(_QUOTE_TABLE)
     text = re.sub(r"\\(?:text|mathrm|textbf|mathbf)\s?\{([^{}]{0,200})\}", r"\1", text)
     text = " ".join(text.replace("**", "").split())
     stripped_text = text.lstrip(_SURROUNDING_CHARS)
@@ -106,12 +106,12 @@ def contains_words(answer: str, reference: str) -> bool:
 def split_squad_words(text: str) -> list[str]:
     """Return the words as SQuAD compares them: in lower case, without punctuation and articles. Unlike SQuAD, keep the
     articles of a text that has no other words (`The` and `A` differ) and the marks in numbers (1.5 and 15 differ)."""
-    lower_text = unicodedata.normalize("NFKC", superscripts_to_powers(text)).lower()
-    words_text = _NUMBER_MARK.sub(_protect_mark, lower_text).translate(_PUNCTUATION_TABLE)
+    lower_text = unicodedata.normalize("NFKC", convert_superscripts(text)).lower()
+    words_text = _NUMBER_MARK.sub(_protect_number_mark, lower_text).translate(_PUNCTUATION_TABLE)
     return _ARTICLE_WORD.sub(" ", words_text).split() or words_text.split() or lower_text.split()
 
 
-def _protect_mark(match: re.Match[str]) -> str:
+def _protect_number_mark(match: re.Match[str]) -> str:
     """Return the mark as private-use characters, which are not punctuation; "" for a thousands separator."""
     return "" if match["thousands"] is not None else match.group().translate(_PROTECTED_MARKS)
 

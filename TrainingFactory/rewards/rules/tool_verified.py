@@ -54,21 +54,21 @@ class CodeCases(ToolRule):
         code = self.extract_code(episode)
         if not code:
             return self.make_reward(0.0)
-        run = make_tool_caller(episode, self.tool, "code")
+        run_code = make_tool_caller(episode, self.tool, "code")
         pass_flags: list[bool] = []
         if not self.partial:  # run the first case alone, so that code that hangs is stopped only once
             first_case, *cases = cases
-            pass_flags = [await self._passes(run, code, entry, *first_case)]
+            pass_flags = [await self._passes(run_code, code, entry, *first_case)]
             if not pass_flags[0]:
                 cases = []
-        pass_flags += await asyncio.gather(*(self._passes(run, code, entry, *case) for case in cases))
+        pass_flags += await asyncio.gather(*(self._passes(run_code, code, entry, *case) for case in cases))
         return self.make_reward(sum(pass_flags) / len(pass_flags) if self.partial else all(pass_flags))
 
     async def _passes(self, run: RunQuery, code: str, entry: str, args: list[Any], expected: Any) -> bool:
         arguments = json.dumps(json.dumps(args))
         expression = f"_json.dumps({entry}(*_json.loads({arguments})))"
-        num_chars = len(json.dumps(expected))
-        output = await run_and_read(run, f"{code}\n\nimport json as _json", expression, num_chars)
+        expected_chars = len(json.dumps(expected))
+        output = await run_and_read(run, f"{code}\n\nimport json as _json", expression, expected_chars)
         try:
             return output is not None and same_json(json.loads(output), expected)
         except (ValueError, RecursionError):

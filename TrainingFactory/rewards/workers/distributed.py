@@ -93,11 +93,11 @@ class RewardWorkerPool:
     def _make_models(self, model: Any, num_workers: int | None) -> list[Any]:
         """Return one model per worker; start a process for each that is an import path."""
         models = list(model) if isinstance(model, Sequence) and not isinstance(model, str) else [model]
-        count = num_workers or len(models)
-        if not models or len(models) not in (1, count):
-            raise ValueError(f"num_workers is {count}, but there are {len(models)} models; pass 1 or {count}")
+        total = num_workers or len(models)
+        if not models or len(models) not in (1, total):
+            raise ValueError(f"num_workers is {total}, but there are {len(models)} models; pass 1 or {total}")
         if len(models) == 1:
-            models *= count
+            models *= total
         rewards = [
             RewardProcess(model, self.timeout) if isinstance(model, str) else model for model in models
         ]
@@ -166,13 +166,13 @@ class RewardWorkerPool:
     async def _score_with_retries(self, score: Callable[[PoolWorker], Coroutine[Any, Any, T]]) -> T:
         errors: dict[PoolWorker, Exception] = {}
         # A single worker is retried once if its process died, because the next call starts a new process.
-        may_not_retry = len(self.workers) > 1 or not isinstance(self.workers[0].reward, RewardProcess)
+        excludes_worker = len(self.workers) > 1 or not isinstance(self.workers[0].reward, RewardProcess)
         while True:
-            worker, ticket = await self._acquire_worker(errors)
+            worker, breaker_ticket = await self._acquire_worker(errors)
             has_answered: bool | None = None  # None: cancelled, which says nothing about the worker
             error: Exception | None = None
             try:
-                reward = await self._run(worker, score)
+                reward = await self._attempt(worker, score)
                 has_answered = True
                 worker.num_done += 1
                 self.num_retried += bool(errors)
@@ -182,13 +182,13 @@ class RewardWorkerPool:
                 has_answered, should_retry = _classify_error(worker_error)
                 if not should_retry:
                     raise
-                if may_not_retry or not isinstance(worker_error, ConnectionError):
+                if excludes_worker or not isinstance(worker_error, ConnectionError):
                     errors[worker] = worker_error
-                may_not_retry = True
+                excludes_worker = True
             finally:
                 worker.num_running -= 1
                 worker.num_failed += has_answered is False
-                worker.breaker.record_outcome(ticket, has_answered)
+                worker.breaker.record_outcome(breaker_ticket, has_answered)
                 self._log_health(worker, has_answered, error)
                 self._wake_waiter()
 
@@ -218,10 +218,10 @@ class RewardWorkerPool:
             free_workers = [worker for worker in available_workers if worker.num_running < self.per_worker]
             if free_workers:
                 worker = min(free_workers, key=lambda candidate: (candidate.num_running, candidate.num_done))
-                ticket = worker.breaker.admit_call()
-                assert ticket is not None
+                breaker_ticket = worker.breaker.admit_call()
+                assert breaker_ticket is not None
                 worker.num_running += 1
-                return worker, ticket
+                return worker, breaker_ticket
             if available_workers:  # only busy
                 deadline = time.monotonic() + self.patience
             elif time.monotonic() > deadline:
@@ -243,7 +243,7 @@ class RewardWorkerPool:
                 waiter.set_result(None)
                 return
 
-    async def _run(self, worker: PoolWorker, score: Callable[[PoolWorker], Coroutine[Any, Any, T]]) -> T:
+    async def _attempt(self, worker: PoolWorker, score: Callable[[PoolWorker], Coroutine[Any, Any, T]]) -> T:
         # A process enforces the timeout itself, from the time when it is ready.
         timeout = None if isinstance(worker.reward, RewardProcess) else self.timeout
         try:
@@ -257,7 +257,7 @@ def _classify_error(error: Exception) -> tuple[bool | None, bool]:
     if isinstance(error, JudgeFailure):
         # A spent budget says nothing about the endpoint, and cached requests still succeed. An endpoint that rejects a
         # request is up.
-        verdict_by_kind = {"budget": (None, True), "unavailable": (False, True), "error": (True, True)}
-        return verdict_by_kind.get(error.kind, (True, False))
+        classification_by_kind = {"budget": (None, True), "unavailable": (False, True), "error": (True, True)}
+        return classification_by_kind.get(error.kind, (True, False))
     is_row_fault = is_row_error(error)
     return is_row_fault, not is_row_fault

@@ -64,11 +64,11 @@ class RewardProcess:
         target: str,
         timeout: float = 300.0,
         options: Mapping[str, Any] | None = None,
-        adapted: AdaptedReward | None = None,  # the same reward, if it is already loaded in this process
+        adapted_reward: AdaptedReward | None = None,  # if already loaded in this process
         make_worker: Callable[..., Any] = Worker,  # its process may be on another machine
     ) -> None:
-        self.adapted = adapted or load_reward(target, options)
-        self.grouped, self.compares = self.adapted.grouped, self.adapted.compares
+        self.adapted_reward = adapted_reward or load_reward(target, options)
+        self.grouped, self.compares = self.adapted_reward.grouped, self.adapted_reward.compares
         self.target, self.timeout = with_absolute_path(target), timeout
         self._worker = make_worker(f"{__name__}:load_scorer", {"target": self.target, "options": options})
 
@@ -86,10 +86,9 @@ class RewardProcess:
         try:
             reply = await self._worker.ask(rows, self.timeout)
         except WorkerTooSlow:
-            message = (
-                f"the reward {self.adapted.name} took longer than {self.timeout:g} s; its process was killed"
-            )
-            raise Unscored(message) from None
+            raise Unscored(
+                f"the reward {self.adapted_reward.name} took longer than {self.timeout:g} s; its process was killed"
+            ) from None
         except WorkerDied as error:
             raise ConnectionError(f"the process of the reward {self.target} {error}") from None
         except WorkerError as error:
@@ -110,12 +109,12 @@ class RewardProcess:
 def _check_json(task: Task) -> None:
     """Raise Unscored for a task with non-JSON values, because JSON would change them and perhaps the reward."""
     fields: dict[str, Any] = {f"metadata.{key}": {key: value} for key, value in task.metadata.items()}
-    for name, part in ({"answer": task.answer} | fields).items():
+    for name, value in ({"answer": task.answer} | fields).items():
         try:
-            _JSON_ADAPTER.validate_python(part, strict=True)
+            _JSON_ADAPTER.validate_python(value, strict=True)
         except ValidationError:
             raise Unscored(
-                f"task {task.id}: {name} is not JSON and cannot be sent to a worker process: {part!r:.80}; use JSON "
+                f"task {task.id}: {name} is not JSON and cannot be sent to a worker process: {value!r:.80}; use JSON "
                 "values (lists for tuples, strings for keys), or score in the run's process "
                 "(optimization.distributed_reward: false; for a function processes: 0)"
             ) from None
