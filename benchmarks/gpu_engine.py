@@ -124,7 +124,7 @@ def measure(model: Any, rows: int, length: int, new: int, repeats: int, alone: b
         if repeat:  # the first warms up
             result["engine_s"].append(seconds)
             result["generate_s"].append(slow)
-            result["prefilled"] = engine.stats.prefilled - before.prefilled
+            result["prefilled"] = engine.stats.prefilled_tokens - before.prefilled_tokens
             result["forwards"] = engine.stats.forwards - before.forwards
     for name in ("engine",) if alone else ("engine", "generate"):
         result[f"{name}_tokens_per_second"] = rows * new / min(result[f"{name}_s"])
@@ -164,9 +164,11 @@ def measure_turns(model: Any, sessions: int, repeats: int) -> dict[str, Any]:
     for repeat in range(repeats + 1):
         asyncio.run(engine.update(Weights(repeat)))
         graphs: Any = engine._runner._graphs
-        before = (graphs.recorded, graphs.seconds) if graphs else (0, 0.0)
+        before = (graphs.num_recorded, graphs.recording_seconds) if graphs else (0, 0.0)
         seconds, sampled = timed(lambda: asyncio.run(everything(engine)), model.device)
-        recorded = [graphs.recorded - before[0], graphs.seconds - before[1]] if graphs else before
+        recorded = (
+            [graphs.num_recorded - before[0], graphs.recording_seconds - before[1]] if graphs else before
+        )
         result["recorded"].append(recorded)
         if repeat:  # the first warms up
             result["tokens_per_second"].append(sampled / seconds)

@@ -28,7 +28,7 @@ from TrainingFactory.assembly.sampler import make_engine
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.packing import make_batch
 from TrainingFactory.models import LoadedModel
-from TrainingFactory.models.tiny import tiny_tokenizer
+from TrainingFactory.models.tiny import make_tiny_tokenizer
 from TrainingFactory.types import SamplingParams, Weights
 
 KINDS = {
@@ -78,7 +78,7 @@ def estimated(size: str, kind: str, device: str) -> dict[str, Any]:
 def measure(size: str, kind: str, device: str, steps: int) -> dict[str, Any]:
     config, found = config_of(kind, device), estimated(size, kind, device)
     algorithm = make_algorithm(config)
-    loaded = LoadedModel(size, random_model(size, device), tiny_tokenizer())
+    loaded = LoadedModel(size, random_model(size, device), make_tiny_tokenizer())
     make_trainable(config, loaded)
     learner, engine = make_learner(config, loaded, algorithm, steps), make_engine(config, loaded, 128)
     found["sharing"] = learner.sharing
@@ -94,7 +94,7 @@ def measure(size: str, kind: str, device: str, steps: int) -> dict[str, Any]:
 
     graphs: Any = engine._runner._graphs
     for step in range(steps + 1):  # the first compiles
-        before = graphs.recorded if graphs else 0
+        before = graphs.num_recorded if graphs else 0
         started = time.perf_counter()
         loaded.model.eval()
         sampled = asyncio.run(sample(step))
@@ -103,7 +103,7 @@ def measure(size: str, kind: str, device: str, steps: int) -> dict[str, Any]:
         if device != "cpu":
             torch.cuda.synchronize()
         found |= {"sample_s": between - started, "update_s": time.perf_counter() - between}
-        found["graphs_recorded"] = graphs.recorded - before if graphs else 0  # again, after an update
+        found["graphs_recorded"] = graphs.num_recorded - before if graphs else 0  # again, after an update
         found["tokens_per_second"] = sampled / found["sample_s"]
     if device != "cpu":
         found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
