@@ -84,9 +84,10 @@ class Learner:
             has_head = module is (critic or model)
             self.processes.shard(module, head if has_head else None)
             self.processes.run(module, partial(check_head, get_causal_lm(module)))
-        run = self.processes.run
+        run_on_model = self.processes.run
         self.sharing = all(
-            run(module, partial(_can_share_prefixes, get_causal_lm(module), vision)) for module in models
+            run_on_model(module, partial(_can_share_prefixes, get_causal_lm(module), vision))
+            for module in models
         )
         self._weights = MixedPrecision(self._iterate_parameters())
         named_masters = list(zip(self._weights.names, self._weights.masters, strict=True))

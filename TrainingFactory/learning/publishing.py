@@ -59,8 +59,8 @@ class Publisher:
             self._cleanup = subprocess.Popen(command, stdin=subprocess.PIPE, env={}, start_new_session=True)
         self._root_folder = Path(learner.processes.broadcast_text(temp_folder))
         with torch.device("meta"):
-            self._skeleton = type(self._causal_lm)(copy.deepcopy(self._causal_lm.config))
-        config = self._skeleton.config
+            self._meta_model = type(self._causal_lm)(copy.deepcopy(self._causal_lm.config))
+        config = self._meta_model.config
         config.architectures, config.dtype = [type(self._causal_lm).__name__], learner.dtype
         self.dtype = str(config.dtype).removeprefix("torch.")
         self.model_folder = str(self._root_folder / "model")
@@ -102,13 +102,15 @@ class Publisher:
     def _write_weights(self, folder: Path, merged: bool) -> None:
         weights: dict[str, torch.Tensor] = {}
         with torch.no_grad():
-            for name, weight in _gather_weights(self._learner, self._skeleton, merged):  # gathered one by one
+            for name, weight in _gather_weights(
+                self._learner, self._meta_model, merged
+            ):  # gathered one by one
                 if self._is_writer:
                     weights[name] = weight.cpu()
 
         def write_files(folder: Path) -> None:
-            self._skeleton.config.save_pretrained(folder)
-            renamed = to_checkpoint_names(self._skeleton, weights)
+            self._meta_model.config.save_pretrained(folder)
+            renamed = to_checkpoint_names(self._meta_model, weights)
             save_file({name: weight.contiguous() for name, weight in renamed.items()}, folder / WEIGHTS_FILE)
 
         self._write_folder(folder, write_files)

@@ -13,9 +13,9 @@ from TrainingFactory.sampling.table import CHUNK, SlotTable
 from TrainingFactory.sampling.tiles import TileLayout, pad_to
 
 
-def flatten_plan(table: SlotTable, plan: StepPlan, trunk: int, layout: TileLayout | None = None) -> FlatBatch:
+def flatten_plan(table: SlotTable, plan: StepPlan, start: int, layout: TileLayout | None = None) -> FlatBatch:
     """Return the tokens that a plan feeds, dense rows first, and the rows of logits to draw from. Padding feeds token
-    0, at the position after the shared prefix, to the scratch page."""
+    0, at position `start` (after the shared prefix), to the scratch page."""
     fed_counts = np.full(plan.rows, int(plan.feeds_unused))
     fed_counts[plan.dense] = 1
     if plan.guesses is not None:
@@ -24,7 +24,7 @@ def flatten_plan(table: SlotTable, plan: StepPlan, trunk: int, layout: TileLayou
     chunk_start = int(fed_counts.sum())
     num_tokens = chunk_start + (CHUNK if table.deterministic and len(plan.slots) else int(plan.counts.sum()))
     num_tokens = num_tokens if layout is None else chunk_start + layout.chunk_tokens
-    tokens, positions = np.zeros(num_tokens, np.int64), np.full(num_tokens, trunk)
+    tokens, positions = np.zeros(num_tokens, np.int64), np.full(num_tokens, start)
     token_slots = np.full(num_tokens, table.num_slots)
     row_starts = fed_counts.cumsum() - fed_counts  # [R] flat index of each row's first token
     stored_lengths, dense_starts = table.stored[plan.dense], row_starts[plan.dense]

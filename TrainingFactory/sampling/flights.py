@@ -112,14 +112,16 @@ class AsyncRunner(Runner):
             host_tensor = torch.empty(samples.shape, dtype=samples.dtype, pin_memory=True)
             samples, copy_event = host_tensor.copy_(samples, non_blocking=True), torch.cuda.Event()
             copy_event.record()
-        first, positions = int((offsets == 0).sum()), table.lengths[slots] + offsets
-        flight = InFlightStep(slots, positions, first, table.epoch[slots], batch.is_used, samples, copy_event)
+        num_first, positions = int((offsets == 0).sum()), table.lengths[slots] + offsets
+        flight = InFlightStep(
+            slots, positions, num_first, table.epoch[slots], batch.is_used, samples, copy_event
+        )
         table.advance_stored(plan.dense, 1)
         if len(plan.slots):
             table.advance_stored(plan.slots, plan.counts)
-        table.append_in_flight(slots[:first])
-        table.advance_stored(slots[first:], 1)
-        table.append_in_flight(slots[first:])
+        table.append_in_flight(slots[:num_first])
+        table.advance_stored(slots[num_first:], 1)
+        table.append_in_flight(slots[num_first:])
         return flight
 
     def fetch_tokens(self, flight: InFlightStep) -> SampledTokens:

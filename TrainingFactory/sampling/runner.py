@@ -200,8 +200,8 @@ class Runner:
     def _feed_tokens(
         self, plan: StepPlan, cache: PagedCache, dense_end: int, chunk_end: int
     ) -> tuple[FlatBatch, torch.Tensor | None]:
-        trunk = self.find_shared_prefix(plan.dense)
-        batch = flatten_plan(self.table, plan, trunk)
+        prefix = self.find_shared_prefix(plan.dense)
+        batch = flatten_plan(self.table, plan, prefix)
         draws = make_draw_inputs(self.table, batch)
         widths = self.round_width(dense_end), self.round_width(chunk_end)
         samples = None
@@ -209,7 +209,7 @@ class Runner:
         if is_recorded and not self._shows_images(batch):
             samples = self._replay_graph(plan, cache, batch, draws, widths[0])
         if samples is None:
-            samples = self._forward_and_draw(plan, batch, StepContext(cache=cache), draws, widths, trunk)
+            samples = self._forward_and_draw(plan, batch, StepContext(cache=cache), draws, widths, prefix)
         return batch, samples
 
     def _shows_images(self, batch: FlatBatch) -> bool:

@@ -156,6 +156,8 @@ def attend_on_gpu(
     )  # fmt: skip
     if sinks is None:
         return attention_result
-    output, aux = attention_result
-    key_share = torch.sigmoid(aux.lse - sinks.float()[None, :, None])  # of the keys; the sink has the rest
+    output, aux_output = attention_result
+    key_share = torch.sigmoid(
+        aux_output.lse - sinks.float()[None, :, None]
+    )  # of the keys; the sink has the rest
     return (output * key_share[..., None]).to(output.dtype)

@@ -144,8 +144,10 @@ def _forward(
         for row, index in enumerate(batch.saved_segments):
             last_states[index] = [None if state is None else state[row : row + 1] for state in states.tensors]
     indices = torch.cat([batch.output_tokens for batch in batches])
-    joined = torch.cat(outputs)
-    flat_rows = joined.new_zeros(hidden_states.shape[1], joined.shape[1]).index_copy(0, indices, joined)[None]
+    joined_outputs = torch.cat(outputs)
+    flat_rows = joined_outputs.new_zeros(hidden_states.shape[1], joined_outputs.shape[1]).index_copy(
+        0, indices, joined_outputs
+    )[None]
     return (flat_rows, *layer_output[1:]) if isinstance(layer_output, tuple) else flat_rows
 
 

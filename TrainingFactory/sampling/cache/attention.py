@@ -104,7 +104,7 @@ def compute_part_attention(
     q = query[0].transpose(0, 1).unflatten(1, (layer.keys.shape[2], -1))  # [n, Hkv, G, d]
     shape = layer.shape
     prefix_length = part.prefix_length if shape.is_plain else 0
-    k, v = (  # [P, Hkv, width - trunk, d]
+    k, v = (  # [P, Hkv, width - prefix, d]
         cache.gather(layer, states, part.slots, prefix_length, part.width).transpose(1, 2)
         for states in (layer.keys, layer.values)
     )

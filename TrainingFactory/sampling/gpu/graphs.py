@@ -60,7 +60,7 @@ class DecodeGraphs:
         self, key: Hashable, arrays: list[np.ndarray], dummy_arrays: list[np.ndarray], run_step: RunStep
     ) -> torch.Tensor | None:
         """Run `run_step` on the arrays as a graph, recorded on the first call with this key; None if that fails. The
-        warm-up before the recording uses `dummy_arrays`, of the same sizes, with which the step has no lasting effect."""
+        warm-up before the recording uses `dummy_arrays` of equal sizes, with which the step has no lasting effect."""
         recording = self._graphs.get(key)
         if recording is None and not self.failure_reason:
             recording = self._record(key, arrays, dummy_arrays, run_step)
