@@ -164,11 +164,9 @@ def measure_turns(model: Any, sessions: int, repeats: int) -> dict[str, Any]:
     for repeat in range(repeats + 1):
         asyncio.run(engine.update(Weights(repeat)))
         graphs: Any = engine._runner._graphs
-        before = (graphs.num_recorded, graphs.recording_seconds) if graphs else (0, 0.0)
+        before = (graphs.recorded, graphs.seconds) if graphs else (0, 0.0)
         seconds, sampled = timed(lambda: asyncio.run(everything(engine)), model.device)
-        recorded = (
-            [graphs.num_recorded - before[0], graphs.recording_seconds - before[1]] if graphs else before
-        )
+        recorded = [graphs.recorded - before[0], graphs.seconds - before[1]] if graphs else before
         result["recorded"].append(recorded)
         if repeat:  # the first warms up
             result["tokens_per_second"].append(sampled / seconds)

@@ -124,7 +124,7 @@ def engine_results(
     result["kernels"] = engine._runner.tiled
     if graphs is not None:
         result |= {
-            "recorded": graphs.num_recorded,
+            "recorded": graphs.recorded,
             "replayed": graphs.replayed,
             "forwards": engine.stats.forwards,
         }

@@ -94,7 +94,7 @@ def measure(size: str, kind: str, device: str, steps: int) -> dict[str, Any]:
 
     graphs: Any = engine._runner._graphs
     for step in range(steps + 1):  # the first compiles
-        before = graphs.num_recorded if graphs else 0
+        before = graphs.recorded if graphs else 0
         started = time.perf_counter()
         loaded.model.eval()
         sampled = asyncio.run(sample(step))
@@ -103,7 +103,7 @@ def measure(size: str, kind: str, device: str, steps: int) -> dict[str, Any]:
         if device != "cpu":
             torch.cuda.synchronize()
         found |= {"sample_s": between - started, "update_s": time.perf_counter() - between}
-        found["graphs_recorded"] = graphs.num_recorded - before if graphs else 0  # again, after an update
+        found["graphs_recorded"] = graphs.recorded - before if graphs else 0  # again, after an update
         found["tokens_per_second"] = sampled / found["sample_s"]
     if device != "cpu":
         found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30

@@ -379,7 +379,7 @@ class NativeEngine:
             self._deliver_results(finished_requests)
 
     def _compact_slots(self) -> None:
-        """Move running slots to the front after COMPACT_AFTER sparse steps (CUDA graphs only)."""
+        """Move running slots to the front after COMPACT_AFTER_STEPS sparse steps (CUDA graphs only)."""
         if not self._planner.few_shapes:
             return
         slot_pairs = find_exchanges(self._table)

@@ -403,7 +403,7 @@ class Runner:
     ) -> torch.Tensor:
         """Return the additive attention mask [rows, 1, T, width] of tokens at `positions` [rows, T]. It is causal, or
         with `ends` each token attends up to its entry in `ends`."""
-        if window is None and self.vision is not None and self.vision.whole_in_windows_only:
+        if window is None and self.vision is not None and self.vision.sees_whole_in_windows_only:
             ends = None
         cached_positions, positions = self._all_positions[:width], positions[:, None, :, None]
         is_masked = cached_positions > (positions if ends is None else ends[:, None, :, None])

@@ -28,7 +28,7 @@ EVICT_AFTER = 0.2  # seconds that a session must be idle before a waiting reques
 
 class SlotTable:
     """State of all slots as arrays, so that a step has no Python loop over rows. A decoding row feeds up to `ride`
-    tokens that follow a turn; longer replies are prefilled in chunks. `rope_of` maps a prompt to its rotary positions
+    tokens that follow a turn; longer replies are prefilled in chunks. `get_rope` maps a prompt to its rotary positions
     [3, N] and the position after them; None: rotary positions equal token positions."""
 
     def __init__(

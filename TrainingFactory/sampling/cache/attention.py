@@ -87,7 +87,9 @@ class StepContext:
     num_dense: int = 0  # tokens of the dense part
     chunks: AttentionPart | None = None
     shapes: list[LayerShape] = field(default_factory=list)  # filled by the probe
-    keys: list[torch.Tensor] = field(default_factory=list)  # by the probe too, to find layers that share them
+    recorded_keys: list[torch.Tensor] = field(
+        default_factory=list
+    )  # by the probe too, to find layers that share them
     # With the GPU kernels, instead of the two parts:
     attend: Callable[..., torch.Tensor] | None = None
     positions: torch.Tensor | None = None  # [N]

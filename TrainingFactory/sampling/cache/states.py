@@ -174,7 +174,7 @@ class RecurrentLayer:
                 flat_output[0, rows.tokens] = output
         return (flat_output, *result[1:]) if isinstance(result, tuple) else flat_output
 
-    def _run(
+    def _run_rows(
         self, inputs: torch.Tensor, rows: StateRows, cached: Sequence[torch.Tensor | None], args: Any, kwargs: Any
     ) -> Any:  # fmt: skip
         """Compute rows [P, T, D] from their cached states, and store the new states."""
@@ -198,7 +198,7 @@ class RecurrentLayer:
                 cache.index_copy_(0, rows.slots, new.to(cache.dtype))
         return result
 
-    def _call(self, inputs: torch.Tensor, states: RowStates, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _call_layer(self, inputs: torch.Tensor, states: RowStates, args: Any, kwargs: dict[str, Any]) -> Any:
         base: Any = super()
         return base.forward(inputs, *args, **{**kwargs, get_cache_argument(type(self).__mro__[2]): states})
 
