@@ -44,7 +44,7 @@ class DecodeGraphs:
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
         self._memory_pool: Any = None
         self.recorded, self.seconds = 0, 0.0  # recordings so far, and the time they took
-        self.num_replayed = 0  # steps that ran as a graph
+        self.replayed = 0  # steps that ran as a graph
 
     def drop_stale_graphs(self, model: torch.nn.Module, cache: list[torch.Tensor]) -> None:
         """Drop all graphs if weights moved, adapters were switched or the cache grew, because graphs contain memory
@@ -69,7 +69,7 @@ class DecodeGraphs:
         graph, inputs, output = recording
         inputs.copy_(pack_arrays(arrays).pin_memory(), non_blocking=True)
         graph.replay()
-        self.num_replayed += 1
+        self.replayed += 1
         return output
 
     def _record(self, key: Hashable, arrays: list[np.ndarray], dummy: list[np.ndarray], step: RunStep) -> Any:
