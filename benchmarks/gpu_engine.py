@@ -124,7 +124,7 @@ def measure(model: Any, rows: int, length: int, new: int, repeats: int, alone: b
         if repeat:  # the first warms up
             result["engine_s"].append(seconds)
             result["generate_s"].append(slow)
-            result["prefilled"] = engine.stats.prefilled - before.prefilled
+            result["prefilled"] = engine.stats.prefilled_tokens - before.prefilled_tokens
             result["forwards"] = engine.stats.forwards - before.forwards
     for name in ("engine",) if alone else ("engine", "generate"):
         result[f"{name}_tokens_per_second"] = rows * new / min(result[f"{name}_s"])

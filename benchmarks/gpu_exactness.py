@@ -98,7 +98,7 @@ def main() -> None:
     result = {"first": worst(engine, model, 0)}
     for _ in range(3):
         result["the same again"] = worst(engine, model, 0)
-    print(f"{engine.stats.guessed} tokens were guessed, {engine.stats.sampled} sampled")
+    print(f"{engine.stats.guessed_tokens} tokens were guessed, {engine.stats.sampled_tokens} sampled")
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(torch.randn_like(weight) * 0.01)

@@ -28,7 +28,7 @@ from TrainingFactory.assembly.sampler import make_engine
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.packing import make_batch
 from TrainingFactory.models import LoadedModel
-from TrainingFactory.models.tiny import tiny_tokenizer
+from TrainingFactory.models.tiny import make_tiny_tokenizer
 from TrainingFactory.types import SamplingParams, Weights
 
 KINDS = {
@@ -78,7 +78,7 @@ def estimated(size: str, kind: str, device: str) -> dict[str, Any]:
 def measure(size: str, kind: str, device: str, steps: int) -> dict[str, Any]:
     config, found = config_of(kind, device), estimated(size, kind, device)
     algorithm = make_algorithm(config)
-    loaded = LoadedModel(size, random_model(size, device), tiny_tokenizer())
+    loaded = LoadedModel(size, random_model(size, device), make_tiny_tokenizer())
     make_trainable(config, loaded)
     learner, engine = make_learner(config, loaded, algorithm, steps), make_engine(config, loaded, 128)
     found["sharing"] = learner.sharing

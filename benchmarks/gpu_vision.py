@@ -33,7 +33,7 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.packing import make_batch
 from TrainingFactory.envs.builtin.screen import ScreenAdapter
 from TrainingFactory.models import LoadedModel
-from TrainingFactory.models.tiny import make_tiny_vl_model, tiny_tokenizer
+from TrainingFactory.models.tiny import make_tiny_tokenizer, make_tiny_vl_model
 from TrainingFactory.models.vision import Vision, open_vision
 from TrainingFactory.sampling import NativeEngine
 from TrainingFactory.types import Image, Sample, SamplingParams, Weights
@@ -85,7 +85,7 @@ def make_model(size: str, device: str) -> LoadedModel:
         Qwen3VLForConditionalGeneration,
     )
 
-    tokenizer = tiny_tokenizer("qwen3_vl_instruct")
+    tokenizer = make_tiny_tokenizer("qwen3_vl_instruct")
     patch = (
         8 if size == "tiny" else TOWER25["patch_size"] if size.startswith("qwen2.5") else TOWER3["patch_size"]
     )

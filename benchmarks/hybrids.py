@@ -91,7 +91,7 @@ def episodes(engine: NativeEngine, args: argparse.Namespace, vocabulary: int) ->
 
 def turns(engine: NativeEngine, args: argparse.Namespace, vocabulary: int, rows: int) -> list[list[int]]:
     """Sample one turn of each row at once; return the tokens of each."""
-    rng = random.Random(engine.stats.sampled)
+    rng = random.Random(engine.stats.sampled_tokens)
     prompts = [[rng.randrange(3, vocabulary) for _ in range(args.prompt)] for _ in range(-(-rows // GROUP))]
 
     async def turn(number: int) -> list[int]:
@@ -135,13 +135,13 @@ class Contender:
         """Sample episodes, or single turns of `rows` rows; return the tokens of each."""
         vocabulary = self.model.config.vocab_size
         self.model.eval()
-        before, start = self.engine.stats.sampled, time.perf_counter()
+        before, start = self.engine.stats.sampled_tokens, time.perf_counter()
         if rows:
             sampled = turns(self.engine, self.args, vocabulary, rows)
         else:
             sampled = episodes(self.engine, self.args, vocabulary)
         synchronize(self.args.device)
-        rate = (self.engine.stats.sampled - before) / (time.perf_counter() - start)
+        rate = (self.engine.stats.sampled_tokens - before) / (time.perf_counter() - start)
         self.rates.setdefault(rows, []).append(rate)
         return sampled
 
@@ -171,7 +171,7 @@ class Contender:
             "tokens_per_second": rates if self.args.rows else rates[0],
             "update_seconds": round(statistics.median(self.updates), 3),
             "shares_prefixes": self.learner.sharing,
-            "prefilled": stats.prefilled, "shared": stats.shared, "recomputed": stats.recomputed,
+            "prefilled": stats.prefilled_tokens, "shared": stats.shared_tokens, "recomputed": stats.recomputed_tokens,
             "state_kib_per_row": round(sum(shape.row_bytes for shape in runner.states.shapes) / 1024, 1),
             "kernels": find_kernel_packages(self.model), "attention_kernel": runner.tiled, "forwards": stats.forwards,
             "graph_steps": graphs.replayed if graphs else 0, "graph_failure": graphs.failure_reason if graphs else "",

@@ -122,7 +122,7 @@ def run_native(config: Any, episodes: list[Episode], repeats: int, cache: float)
         "tokens_per_second": [round(speed) for speed in speeds],
         "distinct_gib": round(distinct / GIB, 1),
         "preemptions": engine.stats.preemptions,
-        "prefilled": engine.stats.prefilled // (repeats + 1),
+        "prefilled": engine.stats.prefilled_tokens // (repeats + 1),
     }
     if device == "cuda":
         weights = sum(parameter.nbytes for parameter in model.parameters())

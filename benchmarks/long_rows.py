@@ -25,7 +25,7 @@ from TrainingFactory.assembly.memory import estimate_learner_bytes
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.packing import make_batch
 from TrainingFactory.models import LoadedModel
-from TrainingFactory.models.tiny import tiny_tokenizer
+from TrainingFactory.models.tiny import make_tiny_tokenizer
 from TrainingFactory.types import Sample
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -56,7 +56,7 @@ def measure(size: str, kind: str, device: str, tokens: int, steps: int) -> dict[
     config, shape = config_of(kind, device, tokens), find_shape("", size)
     algorithm = make_algorithm(config)
     result: dict[str, Any] = {"estimated_gib": estimated_gib(size, config)}
-    loaded = LoadedModel(size, random_model(size, device, tokens), tiny_tokenizer())
+    loaded = LoadedModel(size, random_model(size, device, tokens), make_tiny_tokenizer())
     make_trainable(config, loaded)
     learner = make_learner(config, loaded, algorithm, steps)
     rng, zeros = random.Random(0), [0.0] * tokens

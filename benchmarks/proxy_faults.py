@@ -34,7 +34,7 @@ import psutil
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.evaluation.rollouts import Rollouts
 from TrainingFactory.models import chat_format
-from TrainingFactory.models.tiny import tiny_tokenizer
+from TrainingFactory.models.tiny import make_tiny_tokenizer
 from TrainingFactory.protocols import ChatFormat
 from TrainingFactory.types import Trajectory
 
@@ -102,7 +102,7 @@ def campaign(
         ]
         wrong += [] if len(set(keys)) == len(keys) else ["two episodes had one key"]
         wrong += left_running(str(folder / "keys"))
-    chat = chat_format(tiny_tokenizer())
+    chat = chat_format(make_tiny_tokenizer())
     wrong += [problem for each in report.trajectories for problem in problems(each, chat)]
     if len(report.trajectories) != episodes:
         wrong.append(f"{len(report.trajectories)} of {episodes} episodes came back")

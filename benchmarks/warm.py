@@ -22,7 +22,7 @@ from TrainingFactory.config import load_config
 from TrainingFactory.config.loading import key_value
 from TrainingFactory.data.samples import to_samples
 from TrainingFactory.models import chat_format
-from TrainingFactory.models.tiny import tiny_tokenizer
+from TrainingFactory.models.tiny import make_tiny_tokenizer
 from TrainingFactory.protocols import ChatFormat
 from TrainingFactory.rollout import play
 from TrainingFactory.trainers.training_run import Training
@@ -32,7 +32,7 @@ from TrainingFactory.types import Sample, Task
 def warm_run(environment: Any, tasks: Sequence[Task], lessons: Lessons, folder: str | Path) -> Path:
     """Teach the lessons in a run of that folder, and return its checkpoint. The tasks are demonstrated."""
     dataset = Path(folder, "lessons.jsonl")
-    lessons.write(dataset, environment, chat_format(tiny_tokenizer()), tasks, random.Random(0))
+    lessons.write(dataset, environment, chat_format(make_tiny_tokenizer()), tasks, random.Random(0))
     options = {"model.device": "cpu", "environment.environment_id": None, "data.dataset": str(dataset)}
     options["logging.output_dir"] = str(folder)
     config = load_config(WARM_START, [key_value(key, value) for key, value in options.items()])

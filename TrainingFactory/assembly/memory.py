@@ -67,7 +67,7 @@ def estimate_device_bytes(
     num_tokens = min(training.token_budget, num_episodes * max_length)
     sizes = estimate_learner_bytes(config, shape, counts, needs, num_learners, num_tokens)
     if tower is not None:
-        images = images or ImageUse.largest(config.model.image_tokens)
+        images = images or ImageUse.make_largest(config.model.image_tokens)
         sizes |= get_image_bytes(config, tower, images, num_tokens, counts.itemsize)
     if KINDS[training.algorithm].samples:
         if max_staleness or num_learners > 1:  # the sampler of a sharded learner has a full copy
@@ -138,9 +138,9 @@ def get_image_bytes(
     """Return the bytes that a run's images need: encoded images in the engine's cache and in a pack of `num_tokens`,
     and the activations of the vision tower while it encodes. A frozen tower encodes one image at a time, layer by
     layer. A trained one keeps the layers of all images of the pack for backward."""
-    pack_image_tokens = images.share * num_tokens  # image tokens
-    image_tokens = min(images.tokens, config.model.image_tokens)
-    cached_bytes = min(CACHE_BYTES, images.total * image_tokens * tower.num_outputs * itemsize)
+    pack_image_tokens = images.token_share * num_tokens  # image tokens
+    image_tokens = min(images.tokens_per_image, config.model.image_tokens)
+    cached_bytes = min(CACHE_BYTES, images.num_images * image_tokens * tower.num_outputs * itemsize)
     if config.model.train_tower:
         patches, tower_layers = math.ceil(pack_image_tokens * tower.patches), tower
         checkpointing = config.training.gradient_checkpointing

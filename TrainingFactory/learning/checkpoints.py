@@ -68,15 +68,15 @@ def save_checkpoint(folder: str | Path, learner: Learner, tokenizer: Any, state:
     failure raise OSError and leave an existing folder as it is."""
     folder = Path(folder)
     model_weights = learner.processes.gather_state(learner.model, learner.dtype)
-    state_tensors, scalars = _gather_training_state(learner)
+    state_tensors, optimizer_scalars = _gather_training_state(learner)
     learner_info = {
         "format": CHECKPOINT_FORMAT,
         "steps": learner.steps,
         "model": _describe_identity(learner),
-        "optimizers": scalars,
+        "optimizers": optimizer_scalars,
     }
     texts = {"learner.json": json.dumps(learner_info, indent=1), "state.json": json.dumps(state, indent=1)}
-    partial_folder, failure = folder.with_name(f".{folder.name}.part"), ""
+    partial_folder, error_text = folder.with_name(f".{folder.name}.part"), ""
     try:
         if learner.processes.rank == 0:
             remove_folder(partial_folder)
@@ -91,9 +91,9 @@ def save_checkpoint(folder: str | Path, learner: Learner, tokenizer: Any, state:
             sync(folder.parent)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial_folder, ignore_errors=True)
-        failure = getattr(error, "strerror", None) or str(error)
-    if failure := learner.processes.broadcast_text(failure):
-        raise OSError(f"Could not write checkpoint {folder}: {failure}")
+        error_text = getattr(error, "strerror", None) or str(error)
+    if error_text := learner.processes.broadcast_text(error_text):
+        raise OSError(f"Could not write checkpoint {folder}: {error_text}")
 
 
 def load_checkpoint(folder: str | Path, learner: Learner) -> dict[str, Any]:
@@ -237,6 +237,6 @@ def _describe_differences(saved_model: dict[str, Any], current_model: dict[str, 
             "0.2 resumes only on the processor type that started it)"
         )
     if saved_model["optimizers"] != current_model["optimizers"]:
-        old, new = " and ".join(saved_model["optimizers"]), " and ".join(current_model["optimizers"])
-        differences.append(f"it was trained with {old}, this run uses {new}")
+        names = [" and ".join(identity["optimizers"]) for identity in (saved_model, current_model)]
+        differences.append(f"it was trained with {names[0]}, this run uses {names[1]}")
     return differences

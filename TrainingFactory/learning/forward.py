@@ -26,7 +26,7 @@ Head = Callable[[torch.Tensor], torch.Tensor]  # [C, D] -> [C, V]
 SHAREABLE_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 # Attributes of configs and layers that count positions; the last is where Llama 4 begins to scale queries.
 WINDOW_ATTRIBUTES = ("sliding_window", "attention_chunk_size", "floor_scale")
-PROBE_WINDOW = 24  # shorter than the probe's rows
+PROBE_WINDOW_TOKENS = 24  # shorter than the probe's rows
 
 
 def get_causal_lm(model: Any) -> PreTrainedModel:
@@ -48,10 +48,10 @@ def use_trees(model: PreTrainedModel, is_enabled: bool = True) -> Iterator[None]
     previous_attention = config._attn_implementation
     row_attention = "eager" if getattr(config, "attn_logit_softcapping", None) else previous_attention
     config._attn_implementation = ATTENTION_NAME if is_enabled else row_attention
-    use_fused = is_enabled and model.device.type == "cuda"
+    uses_fused_layers = is_enabled and model.device.type == "cuda"
     try:
         with (
-            use_fused_layers(model, tree_attention) if use_fused else contextlib.nullcontext(),
+            use_fused_layers(model, tree_attention) if uses_fused_layers else contextlib.nullcontext(),
             use_segmented_layers(model) if is_enabled else contextlib.nullcontext(),
         ):
             yield
@@ -110,18 +110,18 @@ def run_rows(model: PreTrainedModel, pack: Pack, vision: Vision | None = None) -
 
 def get_output_head(model: PreTrainedModel) -> Head:
     """Return the output layer, including the logit scaling or soft-capping of some model families."""
-    linear: Any = model.get_output_embeddings()
+    output_layer: Any = model.get_output_embeddings()
     config = model.config.get_text_config()
     # Cohere multiplies, Granite divides, Gemma caps. Third-party configs may lack these attributes.
     scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
     logit_cap = getattr(config, "final_logit_softcapping", None)
 
     def compute_logits(states: torch.Tensor) -> torch.Tensor:
-        logits = linear(states)
+        logits = output_layer(states)
         logits = logits if scale == 1.0 else logits * scale
         return logits if logit_cap is None else torch.tanh(logits / logit_cap) * logit_cap
 
-    return linear if scale == 1.0 and logit_cap is None else compute_logits
+    return output_layer if scale == 1.0 and logit_cap is None else compute_logits
 
 
 @torch.no_grad()
@@ -181,16 +181,16 @@ def _find_probe_problem(model: PreTrainedModel) -> str | None:
 def shorten_windows(model: PreTrainedModel) -> Iterator[None]:
     """Shorten windows and chunks inside the block, so that the probe's rows exceed them. Different lengths stay
     different, so that the probe detects a layer whose mask and attention use different windows."""
-    owners: list[Any] = [model.config.get_text_config(), *model.modules()]
+    window_owners: list[Any] = [model.config.get_text_config(), *model.modules()]
     windows = [
         (owner, name, length)
-        for owner in owners
+        for owner in window_owners
         for name in WINDOW_ATTRIBUTES
         if isinstance(length := vars(owner).get(name), int)
     ]
     distinct_lengths = sorted({length for _, _, length in windows})
     for owner, name, length in windows:
-        setattr(owner, name, PROBE_WINDOW + distinct_lengths.index(length))
+        setattr(owner, name, PROBE_WINDOW_TOKENS + distinct_lengths.index(length))
     try:
         yield
     finally:

@@ -84,9 +84,10 @@ class Learner:
             has_head = module is (critic or model)
             self.processes.shard(module, head if has_head else None)
             self.processes.run(module, partial(check_head, get_causal_lm(module)))
-        run = self.processes.run
+        run_on_model = self.processes.run
         self.sharing = all(
-            run(module, partial(_can_share_prefixes, get_causal_lm(module), vision)) for module in models
+            run_on_model(module, partial(_can_share_prefixes, get_causal_lm(module), vision))
+            for module in models
         )
         self._weights = MixedPrecision(self._iterate_parameters())
         named_masters = list(zip(self._weights.names, self._weights.masters, strict=True))
@@ -250,8 +251,8 @@ class Learner:
         hidden = self.compute_states(pack, causal_lm) if states is None else states
         vocab_size = causal_lm.config.get_text_config().vocab_size
         assert (pack.target < vocab_size).all(), "token id outside the model's vocabulary"
-        pair_keys, inverse = np.unique(pack.source * vocab_size + pack.target, return_inverse=True)
-        source, target, index = self._to_device(pair_keys // vocab_size, pair_keys % vocab_size, inverse)
+        pair_keys, pair_indices = np.unique(pack.source * vocab_size + pack.target, return_inverse=True)
+        source, target, index = self._to_device(pair_keys // vocab_size, pair_keys % vocab_size, pair_indices)
         outputs = compute_token_logprobs(
             hidden, get_output_head(causal_lm), source, target, vocab_size, self.temperature
         )
@@ -324,9 +325,9 @@ class Learner:
 
     def _step_optimizers(self) -> float:
         # A separate critic is clipped separately: its large initial errors must not slow the policy down.
-        groups = [self._policy_weights, self._critic_weights] if self.critic else [self._weights.masters]
+        params = [self._policy_weights, self._critic_weights] if self.critic else [self._weights.masters]
         max_norm = self.options.max_grad_norm
-        norms = (self.processes.gather(torch.nn.utils.clip_grad_norm_(group, max_norm)) for group in groups)
+        norms = (self.processes.gather(torch.nn.utils.clip_grad_norm_(group, max_norm)) for group in params)
         total_norm = math.hypot(*(float(group_norm) for group_norm in norms))
         if not math.isfinite(total_norm):
             log.warning("step %d: gradient norm is %s; skipping the update", self.steps, total_norm)

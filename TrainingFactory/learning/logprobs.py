@@ -25,14 +25,14 @@ class _ChunkLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, target: torch.Tensor, temperature: float
+        ctx: Any, logits: torch.Tensor, target_ids: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         scaled_logits = logits.float() if temperature == 1 else logits.float() / temperature
         logprobs = scaled_logits.log_softmax(-1)
-        target_logprobs = logprobs.gather(-1, target[:, None])[:, 0]
+        target_logprobs = logprobs.gather(-1, target_ids[:, None])[:, 0]
         probabilities = logprobs.exp()
         entropy = -logprobs.mul_(probabilities).sum(-1)
-        ctx.save_for_backward(probabilities, target, entropy)
+        ctx.save_for_backward(probabilities, target_ids, entropy)
         ctx.temperature, ctx.dtype = temperature, logits.dtype
         ctx.set_materialize_grads(False)  # most losses have no use for the entropy
         return target_logprobs, entropy
@@ -100,7 +100,7 @@ class _PlainHeadLogprobs(torch.autograd.Function):
             torch.cat(outputs, 1) for outputs in zip(*chunks, strict=True)
         )  # [1, M, 1]
         ctx.save_for_backward(hidden, weight, source, target, logsumexp, entropy)
-        ctx.temperature, ctx.size = temperature, chunk_size
+        ctx.temperature, ctx.chunk_size = temperature, chunk_size
         ctx.set_materialize_grads(False)  # most losses have no use for the entropy
         return token_logprobs[0, :, 0], entropy[0, :, 0]
 
@@ -114,8 +114,8 @@ class _PlainHeadLogprobs(torch.autograd.Function):
         logprob_grad = torch.zeros_like(logsumexp) if logprob_grad is None else logprob_grad
         hidden_grad = torch.zeros_like(hidden)
         weight_grad = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        for start in range(0, len(source), ctx.size):
-            chunk = slice(start, start + ctx.size)
+        for start in range(0, len(source), ctx.chunk_size):
+            chunk = slice(start, start + ctx.chunk_size)
             states = hidden.index_select(0, source[chunk])
             logits_grad = compile_once(compute_logits_grad)(
                 compute_float32_logits(states, weight)[None], target[None, chunk, None], logsumexp[:, chunk],

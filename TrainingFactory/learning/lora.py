@@ -85,9 +85,9 @@ def count_adapter_weights(model: Any) -> tuple[int, int, bool]:
     ]
     fused_weights = {name: model.get_parameter(name) for name in find_expert_weights(model)}
     # PEFT doubles the rank of two matrices in one; it also adapts the routers of these families.
-    factors = {name: 1 + (maps_to_experts and name.endswith("gate_up_proj")) for name in fused_weights}
+    rank_factors = {name: 1 + (maps_to_experts and name.endswith("gate_up_proj")) for name in fused_weights}
     size = sum(
-        factors[name] * weight.shape[0] * sum(weight.shape[1:]) for name, weight in fused_weights.items()
+        rank_factors[name] * weight.shape[0] * sum(weight.shape[1:]) for name, weight in fused_weights.items()
     )
     if maps_to_experts:
         weights = dict(model.named_parameters())

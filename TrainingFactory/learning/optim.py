@@ -89,13 +89,13 @@ def make_optimizers(
     """Group the parameters and return their optimizers. Norms, biases, embeddings and heads get no weight decay. If
     Muon is chosen, Muon updates the policy's inner matrices and AdamW all other weights. Head and critic have their own
     learning rate."""
-    matrices, decayed_weights, undecayed_weights, decayed_critic, undecayed_critic = [], [], [], [], []
+    muon_matrices, decayed_weights, undecayed_weights, decayed_critic, undecayed_critic = [], [], [], [], []
     for name, param in named_parameters:
         is_inner = param.dim() == 2 and "embed" not in name and "head." not in name
         if name.startswith(CRITIC_PREFIXES):
             (decayed_critic if is_inner else undecayed_critic).append(param)
         elif is_inner and options.name == "muon":
-            matrices.append(param)
+            muon_matrices.append(param)
         else:
             (decayed_weights if is_inner else undecayed_weights).append(param)
     critic_lr = options.critic_learning_rate or options.learning_rate
@@ -114,8 +114,8 @@ def make_optimizers(
         elif groups[0]["params"][0].is_cuda:
             optimizer_type = partial(optimizer_type, fused=True)  # one kernel for many weights; CPU: default
         optimizers.append(optimizer_type(groups, lr=options.learning_rate, betas=options.betas))
-    if matrices:
-        optimizers.append(Muon(matrices, lr=options.matrix_learning_rate, processes=processes))
+    if muon_matrices:
+        optimizers.append(Muon(muon_matrices, lr=options.matrix_learning_rate, processes=processes))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["peak_lr"] = group["lr"]

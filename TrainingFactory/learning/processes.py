@@ -19,10 +19,10 @@ class Processes:
     def shard(self, model: Any, head: torch.nn.Module | None = None) -> None:
         """Shard the weights of a model, and of its head, over the processes."""
 
-    def run(self, model: Any, call: Callable[[], Any]) -> Any:
-        """Call `call` while the model's sharded weights can be gathered, and return its result. Use one call per
+    def run(self, model: Any, function: Callable[[], Any]) -> Any:
+        """Call `function` while the model's sharded weights can be gathered, and return its result. Use one call per
         pack."""
-        return call()
+        return function()
 
     def pack_batch(self, make: Callable[[int], Batch], token_budget: int) -> Batch:
         """Return the batch `make(budget)`. The budget is `token_budget`, or less if that balances the packs better
@@ -52,8 +52,8 @@ class Processes:
         """Return the full tensor of a sharded weight, gradient or optimizer state."""
         return tensor
 
-    def take_shard(self, tensor: torch.Tensor, sharded: torch.Tensor) -> torch.Tensor:
-        """Return this process's shard of a full tensor, sharded like `sharded`."""
+    def take_shard(self, tensor: torch.Tensor, template: torch.Tensor) -> torch.Tensor:
+        """Return this process's shard of a full tensor, sharded like `template`."""
         return tensor
 
     def gather_state(self, model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor] | None:

@@ -49,18 +49,18 @@ class Publisher:
             SHARED_MEMORY.is_dir()
             and shutil.disk_usage(SHARED_MEMORY).free > (KEPT_VERSIONS + 1) * model_bytes
         )
-        self._is_writer, temp_folder, self._cleaner = learner.processes.rank == 0, "", None
+        self._is_writer, temp_folder, self._cleanup = learner.processes.rank == 0, "", None
         if self._is_writer:
             temp_folder = tempfile.mkdtemp(
                 prefix="tfactory-weights-", dir=SHARED_MEMORY if fits_in_memory else None
             )
             # Removes the folder when this process has ended, even by a kill: shared memory would leak until a reboot.
             command = ["sh", "-c", 'cat >/dev/null; rm -rf "$1"', "sh", temp_folder]
-            self._cleaner = subprocess.Popen(command, stdin=subprocess.PIPE, env={}, start_new_session=True)
+            self._cleanup = subprocess.Popen(command, stdin=subprocess.PIPE, env={}, start_new_session=True)
         self._root_folder = Path(learner.processes.broadcast_text(temp_folder))
         with torch.device("meta"):
-            self._skeleton = type(self._causal_lm)(copy.deepcopy(self._causal_lm.config))
-        config = self._skeleton.config
+            self._meta_model = type(self._causal_lm)(copy.deepcopy(self._causal_lm.config))
+        config = self._meta_model.config
         config.architectures, config.dtype = [type(self._causal_lm).__name__], learner.dtype
         self.dtype = str(config.dtype).removeprefix("torch.")
         self.model_folder = str(self._root_folder / "model")
@@ -70,7 +70,7 @@ class Publisher:
         elif self._is_writer:
             config.save_pretrained(self.model_folder)
         rng, vocab_size = random.Random(0), config.get_text_config().vocab_size
-        self._canary = tuple(rng.randrange(vocab_size) for _ in range(CANARY_TOKENS))
+        self._canary_ids = tuple(rng.randrange(vocab_size) for _ in range(CANARY_TOKENS))
         self._folder_numbers, self._published_folders = itertools.count(), list[Path]()
 
     def publish(self, version: int) -> Weights:
@@ -90,47 +90,49 @@ class Publisher:
             if self._is_writer:
                 shutil.rmtree(old_folder)
         kind, base = ("full", "") if self.adapter_rank is None else ("adapter", self.model_folder)
-        return Weights(version, str(version_folder), kind, base, (self._canary, self._score_canary()))
+        return Weights(version, str(version_folder), kind, base, (self._canary_ids, self._score_canary()))
 
     def close(self) -> None:
         """Remove all published folders. Further calls do nothing."""
-        if self._cleaner is not None:
-            assert self._cleaner.stdin is not None
-            self._cleaner.stdin.close()
-            self._cleaner.wait()
+        if self._cleanup is not None:
+            assert self._cleanup.stdin is not None
+            self._cleanup.stdin.close()
+            self._cleanup.wait()
 
     def _write_weights(self, folder: Path, merged: bool) -> None:
         weights: dict[str, torch.Tensor] = {}
         with torch.no_grad():
-            for name, weight in _gather_weights(self._learner, self._skeleton, merged):  # gathered one by one
+            for name, weight in _gather_weights(
+                self._learner, self._meta_model, merged
+            ):  # gathered one by one
                 if self._is_writer:
                     weights[name] = weight.cpu()
 
         def write_files(folder: Path) -> None:
-            self._skeleton.config.save_pretrained(folder)
-            renamed = to_checkpoint_names(self._skeleton, weights)
+            self._meta_model.config.save_pretrained(folder)
+            renamed = to_checkpoint_names(self._meta_model, weights)
             save_file({name: weight.contiguous() for name, weight in renamed.items()}, folder / WEIGHTS_FILE)
 
         self._write_folder(folder, write_files)
 
     def _write_folder(self, folder: Path, write_files: Callable[[Path], object]) -> None:
         """Write to a temporary folder and rename it, on rank 0. On failure raise OSError on all ranks."""
-        partial_folder, failure = self._root_folder / ".part", ""
+        partial_folder, error_text = self._root_folder / ".part", ""
         try:
             if self._is_writer:
                 write_files(partial_folder)
                 partial_folder.rename(folder)
         except (OSError, SafetensorError) as error:
-            failure = str(error)
-        if failure := self._learner.processes.broadcast_text(failure):
-            raise OSError(f"Could not write the weights to {self._root_folder}: {failure}")
+            error_text = str(error)
+        if error_text := self._learner.processes.broadcast_text(error_text):
+            raise OSError(f"Could not write the weights to {self._root_folder}: {error_text}")
 
     def _score_canary(self) -> tuple[float, ...]:
         """Return the learner's log-probs of the canary at temperature 1, and restore the learner's settings."""
         learner, zeros = self._learner, [0.0] * CANARY_TOKENS
         was_training, temperature = learner.model.training, learner.temperature
         loss_mask = [False] + [True] * (CANARY_TOKENS - 1)
-        row = Sample(list(self._canary), loss_mask, zeros, zeros, zeros, [0] * CANARY_TOKENS)
+        row = Sample(list(self._canary_ids), loss_mask, zeros, zeros, zeros, [0] * CANARY_TOKENS)
         learner.temperature = 1.0
         try:
             return tuple(score_rows(learner, [row], StepOptions())[0][1:])
@@ -152,12 +154,12 @@ def _get_adapter_rank(model: Any) -> int | None:
     return max([config.r, *config.rank_pattern.values()]) if is_lora_only and not is_unsupported else None
 
 
-def _gather_weights(learner: Learner, skeleton: Any, merged: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def _gather_weights(learner: Learner, meta_model: Any, merged: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the weights under the names that they have without PEFT, in the model's dtype; with `merged`, the adapter
     is merged into them. PEFT's wrapper around fully trained modules needs no special case, because it forwards
     attribute access to them."""
     gather = learner.processes.gather
-    for name in skeleton.state_dict():
+    for name in meta_model.state_dict():
         module_path, _, weight_name = name.rpartition(".")
         module = learner.causal_lm.get_submodule(module_path)
         if isinstance(module, BaseTunerLayer):

@@ -153,8 +153,8 @@ class RewardScorer:
         return [[score for _ in rows for score in next(remaining_scores)] for rows in rows_by_episode]
 
     def _make_rows(self, trajectory: Trajectory) -> list[Sample]:
-        rendered = rerender(self._chat, trajectory, unfold=True)  # the model judges the whole episode
-        rows = to_samples(rendered, turns="all" if self.kind == "process" else "last", tokens="last")
+        rendered_episode = rerender(self._chat, trajectory, unfold=True)  # the model judges the whole episode
+        rows = to_samples(rendered_episode, turns="all" if self.kind == "process" else "last", tokens="last")
         max_tokens = getattr(self._causal_lm.config.get_text_config(), "max_position_embeddings", None)
         num_tokens = max(len(row.token_ids) for row in rows)
         if max_tokens is not None and num_tokens > max_tokens:

@@ -23,10 +23,8 @@ from TrainingFactory.data.packing import Pack
 
 log = logging.getLogger(__name__)
 
-INDEX_PARAMETERS = {
-    "top_k_index",
-    "router_indices",
-}  # names of the second argument of transformers' expert modules
+# Names of the second argument of transformers' expert modules.
+INDEX_PARAMETERS = {"top_k_index", "router_indices"}
 LARGE_COEFFICIENT = 0.1  # gpt-oss-20b's config has 0.9, which can exceed the loss of the algorithm
 
 
@@ -34,9 +32,8 @@ LARGE_COEFFICIENT = 0.1  # gpt-oss-20b's config has 0.9, which can exceed the lo
 class Routing:
     """Outputs of all routers in one forward pass over T tokens, layer by layer."""
 
-    logits: list[torch.Tensor] = field(
-        default_factory=list
-    )  # [T, E] with gradient; empty if the family has no loss
+    # [T, E] with gradient; empty if the family has no loss.
+    logits: list[torch.Tensor] = field(default_factory=list)
     experts: list[torch.Tensor] = field(default_factory=list)  # [T, k] experts that compute each token
 
 
@@ -51,15 +48,15 @@ class Routers:
                 f"training.router_aux_loss is {coefficient:g}, but a {model.config.model_type!r} model defines no "
                 "auxiliary loss. Remove the option"
             )
-        default = (
-            getattr(model.config.get_text_config(), "router_aux_loss_coef", None) or 0.0
-        )  # third-party object
-        if coefficient is None and self._top_k and default > LARGE_COEFFICIENT:
+        text_config = model.config.get_text_config()  # third-party object
+        default_coefficient = getattr(text_config, "router_aux_loss_coef", None) or 0.0
+        if coefficient is None and self._top_k and default_coefficient > LARGE_COEFFICIENT:
             log.warning(
                 "The model's config sets router_aux_loss_coef=%g, which is large next to the loss of an algorithm. Set "
-                "training.router_aux_loss to choose another coefficient, such as 0.001", default,
+                "training.router_aux_loss to choose another coefficient, such as 0.001", default_coefficient,
             )  # fmt: skip
-        self.coefficient = 0.0 if not self._top_k else default if coefficient is None else coefficient
+        own_coefficient = default_coefficient if coefficient is None else coefficient
+        self.coefficient = own_coefficient if self._top_k else 0.0
         self._gates, self._logits_index = _find_gates(model) if self.coefficient else ([], 0)
 
     @contextmanager
@@ -72,10 +69,10 @@ class Routers:
             routing.logits.append(output[self._logits_index] if isinstance(output, tuple) else output)
 
         def add_experts(module: Any, args: Any, kwargs: Any) -> None:
-            indices = (
+            expert_ids = (
                 args[1] if len(args) > 1 else next(kwargs[name] for name in INDEX_PARAMETERS & kwargs.keys())
             )
-            routing.experts.append(indices.detach())
+            routing.experts.append(expert_ids.detach())
 
         hooks = [gate.register_forward_hook(add_logits) for gate in self._gates]
         hooks += [
@@ -108,18 +105,18 @@ class Routers:
         """Return a forward pass's share of the auxiliary loss, without its coefficient. `counts` are the
         `count_balance` of the whole update."""
         first_logits = routing.logits[0]
-        shares = torch.from_numpy(counts[:-1] / counts[-1]).to(first_logits.device, torch.float32)
+        load_shares = torch.from_numpy(counts[:-1] / counts[-1]).to(first_logits.device, torch.float32)
         token_weights = _pad_weights(weights, len(first_logits)).to(first_logits.device)
-        layer_losses = [logits.float().softmax(-1) @ shares @ token_weights for logits in routing.logits]
+        layer_losses = [logits.float().softmax(-1) @ load_shares @ token_weights for logits in routing.logits]
         return torch.stack(layer_losses).sum() * (first_logits.shape[-1] / counts[-1])
 
 
-def measure_changed_routes(left: Routing, right: Routing, num_tokens: int) -> float:
+def measure_changed_routes(first_routing: Routing, second_routing: Routing, num_tokens: int) -> float:
     """Return the share of (token, layer) pairs that two forward passes over the same tokens route to different experts.
     Only the first `tokens` of each layer count; padding may follow."""
     shares = [
         (first[:num_tokens].sort(-1).values != second[:num_tokens].sort(-1).values).any(-1).float().mean()
-        for first, second in zip(left.experts, right.experts, strict=True)
+        for first, second in zip(first_routing.experts, second_routing.experts, strict=True)
     ]
     return float(torch.stack(shares).mean())
 
@@ -129,14 +126,14 @@ def find_routers(model: PreTrainedModel, coefficient: float | None) -> Routers |
     return Routers(model, coefficient) if coefficient or find_expert_modules(model) else None
 
 
-def count_token_rows(pack: Pack, sharing: bool) -> np.ndarray:
+def count_token_rows(pack: Pack, shares_prefixes: bool) -> np.ndarray:
     """Return how many rows contain each token that a forward pass over the pack computes, in its order. Padding of rows
     counts 0; padding at the end may be missing."""
     if not len(pack.rows):  # another process's turn: a pack that must not count
         return np.zeros(len(pack.token_ids), np.float32)
-    if sharing:
-        rows, lengths = np.array([(node.num_rows, node.length) for node in pack.nodes]).T
-        return np.repeat(rows, lengths).astype(np.float32)
+    if shares_prefixes:
+        row_counts, lengths = np.array([(node.num_rows, node.length) for node in pack.nodes]).T
+        return np.repeat(row_counts, lengths).astype(np.float32)
     lengths = np.array([node.length for node in pack.nodes])
     return (np.arange(lengths.max()) < lengths[:, None]).astype(np.float32).ravel()
 

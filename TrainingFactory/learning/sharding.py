@@ -36,7 +36,7 @@ class ShardedProcesses(Processes):
         self._device, self._offloads_frozen = device, offloads_frozen and device.type == "cuda"
         self._select_device()
         self._mesh = init_device_mesh(device.type, (self.world_size,))
-        self._root_modules: dict[int, _Root] = {}
+        self._root_modules: dict[int, _RootModule] = {}
 
     def shard(self, model: Any, head: nn.Module | None = None) -> None:
         self._select_device()
@@ -47,7 +47,7 @@ class ShardedProcesses(Processes):
             )
         is_frozen = not any(param.requires_grad for param in model.parameters())
         offload_policy = CPUOffloadPolicy() if is_frozen and self._offloads_frozen else OffloadPolicy()
-        root = self._root_modules[id(model)] = _Root(model, head)
+        root = self._root_modules[id(model)] = _RootModule(model, head)
         layer_types = set(causal_lm._no_split_modules or ())
         # Children before parents; the root last, with all weights outside the layers.
         for module in reversed(list(causal_lm.modules())):
@@ -77,9 +77,9 @@ class ShardedProcesses(Processes):
         sharded_module.set_gradient_divide_factor(1.0)  # losses are already divided by the counts of the step
         sharded_module.set_force_sum_reduction_for_comms(True)
 
-    def run(self, model: Any, call: Callable[[], Any]) -> Any:
+    def run(self, model: Any, function: Callable[[], Any]) -> Any:
         self._select_device()
-        return self._root_modules[id(model)](call)
+        return self._root_modules[id(model)](function)
 
     def pack_batch(self, make: Callable[[int], Batch], token_budget: int) -> Batch:
         batch = make(token_budget)
@@ -111,17 +111,17 @@ class ShardedProcesses(Processes):
         ]
         flat_values = torch.from_numpy(np.concatenate([np.zeros(0), *arrays]).astype(np.float32))
         dist.all_reduce(flat_values)  # each number is nonzero in at most one process
-        chunks = iter(flat_values.split(field_sizes))
+        field_values = iter(flat_values.split(field_sizes))
         for filled_pack in packs:
             for field_name in field_names:
-                setattr(filled_pack, field_name, next(chunks).numpy())
+                setattr(filled_pack, field_name, next(field_values).numpy())
 
     def sum_metrics(self, metric_sums: dict[str, float]) -> dict[str, float]:
-        totals: dict[str, float] = defaultdict(float)
+        metric_totals: dict[str, float] = defaultdict(float)
         for rank_sums in self._all_gather(metric_sums):
             for name, value in rank_sums.items():
-                totals[name] += value
-        return dict(totals)
+                metric_totals[name] += value
+        return dict(metric_totals)
 
     def sum_array(self, array: np.ndarray) -> np.ndarray:
         tensor = torch.from_numpy(array.copy())
@@ -141,12 +141,12 @@ class ShardedProcesses(Processes):
         self._select_device()
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
-    def take_shard(self, tensor: torch.Tensor, sharded: torch.Tensor) -> torch.Tensor:
+    def take_shard(self, tensor: torch.Tensor, template: torch.Tensor) -> torch.Tensor:
         self._select_device()
-        if not isinstance(sharded, DTensor):
+        if not isinstance(template, DTensor):
             return tensor
-        local_tensor = tensor.to(sharded.device)
-        return distribute_tensor(local_tensor, sharded.device_mesh, sharded.placements, src_data_rank=None)
+        local_tensor = tensor.to(template.device)
+        return distribute_tensor(local_tensor, template.device_mesh, template.placements, src_data_rank=None)
 
     def gather_state(self, model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Gather the weights one by one into rank 0's CPU memory. For a PEFT model, gather only the adapter."""
@@ -168,15 +168,15 @@ class ShardedProcesses(Processes):
             torch.cuda.set_device(self._device.index or 0)
 
 
-class _Root(nn.Module):
+class _RootModule(nn.Module):
     """Runs a callable inside `forward`, so that FSDP gathers the weights it uses and reduces their gradients."""
 
     def __init__(self, model: nn.Module, head: nn.Module | None) -> None:
         super().__init__()
         self.model, self.head = model, head
 
-    def forward(self, call: Callable[[], Any]) -> Any:
-        return call()
+    def forward(self, function: Callable[[], Any]) -> Any:
+        return function()
 
 
 def sum_round_tokens(packs: Sequence[Pack], world_size: int) -> int:

@@ -43,9 +43,9 @@ def train_step(
         for minibatch in minibatches
     ]
     algorithm.prepare(batches, step)
-    mismatch = measure_mismatch(batches, step) if "old" in algorithm.needs else {}
+    mismatch_metrics = measure_mismatch(batches, step) if "old" in algorithm.needs else {}
     updates = [learner.update(batch, algorithm.loss, algorithm.needs) for batch in batches * options.epochs]
-    return merge_metrics(updates) | mismatch | _measure_budget_excess(batches, options.token_budget)
+    return merge_metrics(updates) | mismatch_metrics | _measure_budget_excess(batches, options.token_budget)
 
 
 def _measure_budget_excess(batches: Sequence[Batch], token_budget: int) -> dict[str, float]:
@@ -62,9 +62,9 @@ def measure_mismatch(batches: Sequence[Batch], step: int) -> dict[str, float]:
     gaps = np.concatenate([np.zeros(0), *(np.abs(pack.old - pack.logprobs) for pack in packs)])
     is_on_policy = np.concatenate([np.zeros(0, bool), *(pack.versions == step for pack in packs)])
     metrics: dict[str, float] = {}
-    for name, values in (("mismatch", gaps[is_on_policy]), ("staleness_gap", gaps[~is_on_policy])):
-        if len(values):
-            metrics[name] = float(values.mean())
+    for name, token_gaps in (("mismatch", gaps[is_on_policy]), ("staleness_gap", gaps[~is_on_policy])):
+        if len(token_gaps):
+            metrics[name] = float(token_gaps.mean())
     if is_on_policy.any():
         metrics["mismatch_max"] = float(gaps[is_on_policy].max())
     return metrics

@@ -23,15 +23,15 @@ def attach_adapter(model: Any, adapter_folder: str, has_all_parts: bool = False)
         if not (folder / filename).is_file():
             raise ValueError(f"model.adapter {adapter_folder!r}: the folder has no {filename}")
     problem = f"model.adapter {adapter_folder!r} does not fit the model"
-    explain = partial(explain_errors, problem, str(folder), {}, "adapter_config.json")
-    with explain():
+    explain_load_errors = partial(explain_errors, problem, str(folder), {}, "adapter_config.json")
+    with explain_load_errors():
         peft_options = {} if has_all_parts else composite.make_adapter_options(folder)
     if missing_modules := composite.find_missing_modules(model, peft_options):
         raise ValueError(
             f"{problem}: it changes {pluralize(len(missing_modules), 'module')} that the text part does not have, such "
             f"as {missing_modules[0]}. Train it on the language model alone"
         )
-    with explain():
+    with explain_load_errors():
         return set_adapter_dtype(
             PeftModel.from_pretrained(model, str(folder), **peft_options).eval(), model.dtype
         )

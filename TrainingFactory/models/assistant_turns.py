@@ -18,9 +18,8 @@ class AssistantTurns:
         self._prompt = template.render([probes.make_user_turn(placeholder)])
         self._header = self._prompt.rpartition(placeholder)[2].rstrip()
         self.thought_style = probes.find_thought_style(template, self._prompt, control_texts)
-        self.end_text = probes.find_turn_end(
-            template, control_texts
-        )  # text of the end-of-turn token, if there is one
+        # Text of the end-of-turn token, if there is one.
+        self.end_text = probes.find_turn_end(template, control_texts)
 
     def prompt_opens_thought(self, think_tags: tuple[str, str]) -> bool:
         """Return whether the first prompt of a chat ends with the opening tag of a thought."""

@@ -109,7 +109,7 @@ class TemplateChatFormat:
         )
         self.warning = self._check_example()
         # Images of tool results go into a user message after the results.
-        self._images_as_user = vision is not None and not self._replies_as_user
+        self._moves_images = vision is not None and not self._replies_as_user
         self.note = None if vision is None else self._check_images()
         self._template.limits_steps = False
 
@@ -297,7 +297,7 @@ class TemplateChatFormat:
             messages = [replace_images(message) if message.images else message for message in messages]
         if self._replies_as_user:
             return join_results(messages)
-        return move_images_after_results(messages) if self._images_as_user else list(messages)
+        return move_images_after_results(messages) if self._moves_images else list(messages)
 
     def _check_images(self) -> str | None:
         """Raise ValueError if the template renders no images. Return a note for the user if it renders no images of
@@ -311,8 +311,8 @@ class TemplateChatFormat:
             text = probes.render_continuation(
                 self._template, self._call_style, self._turns.end_text, [tool_reply]
             )
-            self._images_as_user = self._locator.count_images(text) != 1
-        return IMAGES_NOTE if self._images_as_user else None
+            self._moves_images = self._locator.count_images(text) != 1
+        return IMAGES_NOTE if self._moves_images else None
 
     def _put_tools_into_system(
         self, outlines: list[dict[str, Any]], specs: list[ToolSpec], texts: Texts

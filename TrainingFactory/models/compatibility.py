@@ -57,24 +57,24 @@ class Compatibility:
 
 @cache
 def read_compatibility(path: Path = COMPATIBILITY_FILE) -> Compatibility:
-    table: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     families = []
-    for row in table["families"]:
+    for row in results["families"]:
         cells = {column: Cell(**row.pop(column)) for column in COLUMN_HEADINGS}
         families.append(FamilySupport(**row, cells=cells))
-    return Compatibility(table["versions"], families)
+    return Compatibility(results["versions"], families)
 
 
 def find_families(name: str) -> list[FamilySupport]:
     """Return the rows of a family key, family name, model type, architecture, checkpoint or model folder."""
     families = read_compatibility().families
     requested_names = {resolve_model_name(name).lower(), *(_read_model_types(Path(name).expanduser()))}
-    matches = [family for family in families if requested_names & set(map(str.lower, _list_names(family)))]
-    if not matches:
+    rows = [family for family in families if requested_names & set(map(str.lower, _list_names(family)))]
+    if not rows:
         known_names = sorted({name for family in families for name in (family.key, family.model_type)})
         hint = did_you_mean(nearest(name, known_names, cutoff=0.5)) or f"; families: {', '.join(known_names)}"
         raise UnknownNameError(name, f"No compatibility results for {name!r}{hint}")
-    return matches
+    return rows
 
 
 def _list_names(family: FamilySupport) -> list[str]:

@@ -29,9 +29,9 @@ TEXT_NAME_PATTERNS = {
 # sections of these models separate time, height and width, which are equal for text.
 EQUIVALENT_TEXT_TYPES = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 TRANSFORMERS_LOGGER = "transformers.modeling_utils"
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
-IMAGE_PROCESSOR = "preprocessor_config.json"
-TRAINED_WITH_VISION = "trained_with_vision"  # key in it that a run sets
+ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
+IMAGE_PROCESSOR_FILE = "preprocessor_config.json"
+TRAINED_WITH_VISION_KEY = "trained_with_vision"  # key in it that a run sets
 NO_AUDIO_NOTE = (
     "model {name}: loaded without its audio part. Checkpoints and exported models do not contain it"
 )
@@ -158,9 +158,9 @@ def rename_adapter(folder: Path, config: Any) -> None:
     rename = _make_renamer(config)
     weights = {
         PEFT_PREFIX + rename(key.removeprefix(PEFT_PREFIX)): weight
-        for key, weight in load_file(folder / ADAPTER_WEIGHTS).items()
+        for key, weight in load_file(folder / ADAPTER_WEIGHTS_FILE).items()
     }
-    save_file(weights, folder / ADAPTER_WEIGHTS, {"format": "pt"})
+    save_file(weights, folder / ADAPTER_WEIGHTS_FILE, {"format": "pt"})
     config_file = folder / "adapter_config.json"
     adapter_config = json.loads(config_file.read_text(encoding="utf-8"))
     # Whole names: the suffixes of layers in the vision part may be the same.
@@ -169,7 +169,7 @@ def rename_adapter(folder: Path, config: Any) -> None:
 
 
 def _read_adapted_modules(folder: Path) -> set[str]:
-    with safe_open(folder / ADAPTER_WEIGHTS, "pt") as weights:
+    with safe_open(folder / ADAPTER_WEIGHTS_FILE, "pt") as weights:
         names = [key.removeprefix(PEFT_PREFIX) for key in weights.keys()]  # noqa: SIM118  (not a mapping)
     return {re.split(r"\.lora_", name)[0] for name in names if ".lora_" in name}
 
@@ -197,11 +197,11 @@ def _make_renamer(config: Any) -> Callable[[str], str]:
 def was_trained_with_vision(folder: str) -> bool:
     """Return whether the model or adapter in this folder was trained by a run with its vision part loaded. Exported and
     registered models count too."""
-    processor_file = Path(folder).expanduser() / IMAGE_PROCESSOR
+    processor_file = Path(folder).expanduser() / IMAGE_PROCESSOR_FILE
     if not processor_file.is_file():
         return False
     is_checkpoint = processor_file.with_name("learner.json").is_file()
-    return is_checkpoint or TRAINED_WITH_VISION in json.loads(processor_file.read_text(encoding="utf-8"))
+    return is_checkpoint or TRAINED_WITH_VISION_KEY in json.loads(processor_file.read_text(encoding="utf-8"))
 
 
 def read_image_processor(location: str, options: dict[str, Any]) -> Any:

@@ -112,8 +112,8 @@ class TextEncoder:
         start, end = encoding.offsets[control_index]
         if end - start < 2:
             return self._encode(text[:start]) + self._encode(text[end:])  # a single character is dropped
-        middle = (start + end) // 2
-        return self._encode(text[:middle]) + self._encode(text[middle:])
+        middle_offset = (start + end) // 2
+        return self._encode(text[:middle_offset]) + self._encode(text[middle_offset:])
 
     def decode(self, token_ids: Sequence[int]) -> str:
         if self._get_token_bytes is not None:  # ten times as fast as the library
@@ -173,10 +173,10 @@ class TextEncoder:
         num_tokens = max(0, min(max_tokens, len(offsets)))
         while num_tokens > 0:
             excerpt = text[offsets[-num_tokens][0] :] if from_end else text[: offsets[num_tokens - 1][1]]
-            excess = len(self.encode_plain(excerpt)) - max_tokens  # a token may end inside a character
-            if excess <= 0:
+            excess_tokens = len(self.encode_plain(excerpt)) - max_tokens  # a token may end inside a character
+            if excess_tokens <= 0:
                 return excerpt
-            num_tokens -= excess
+            num_tokens -= excess_tokens
         return ""
 
 

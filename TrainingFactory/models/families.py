@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from TrainingFactory.common.openai_format import spec_to_dict
 from TrainingFactory.common.options import did_you_mean, nearest
 from TrainingFactory.models.channels import NEXT_MESSAGE, read_channels
-from TrainingFactory.models.parsers import CallReader, read_bare_json, read_deepseek, read_llama, read_tagged
+from TrainingFactory.models.parsers import CallReader, read_bare_calls, read_deepseek, read_llama, read_tagged
 from TrainingFactory.types import Message, ToolCall, ToolSpec
 
 THINK_TAGS = ("<think>", "</think>")
@@ -126,7 +126,7 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             "generic",
-            read_bare_json,
+            read_bare_calls,
             tools_text=GENERIC_TOOLS,
             describe_tools=_list_as_json,
             calls_text=_write_bare_calls,

@@ -16,12 +16,12 @@ from typing import Any
 
 from TrainingFactory.models.parsers import (
     JSON_DECODER,
-    MAX_DEPTH,
+    MAX_ARGUMENT_DEPTH,
     CallReader,
-    call_from_tree,
-    call_from_value,
     make_call,
     make_malformed_call,
+    parse_call_tree,
+    parse_call_value,
 )
 from TrainingFactory.models.templates import Marks
 from TrainingFactory.types import ToolCall, ToolSpec
@@ -43,19 +43,19 @@ def learn_reader(render_calls: RenderCalls, placeholders: Marks) -> CallReader |
         two_calls = render_calls([ToolCall(placeholders[1], arguments), ToolCall(placeholders[6], arguments)])
     except ValueError:  # this template accepts only one call per turn
         two_calls = one_call
-    for find_syntax in (_find_json, _find_named, _find_python, _find_pairs):
+    for find_syntax in (_find_json_syntax, _find_named_syntax, _find_python_syntax, _find_pair_syntax):
         syntax = find_syntax(one_call, placeholders[1], placeholders)
         if syntax is None:
             continue
         start, end, make_reader = syntax
         second_syntax = find_syntax(two_calls, placeholders[6], placeholders)
-        head, tail = one_call[:start], one_call[end:]
+        text_before, tail = one_call[:start], one_call[end:]
         separator = two_calls[end : second_syntax[0]] if second_syntax else ""
-        call_start = _find_common_suffix(head, separator) if separator else head
-        close = _find_common_prefix(tail, separator.removesuffix(call_start)) if separator else tail
+        call_start = _find_common_suffix(text_before, separator) if separator else text_before
+        close_tag = _find_common_prefix(tail, separator.removesuffix(call_start)) if separator else tail
         if call_start.strip():
-            outer_begin, outer_close = head.removesuffix(call_start), tail.removeprefix(close)
-            return TaggedCallReader(outer_begin, call_start, close, outer_close, make_reader(close))
+            outer_begin, outer_close = text_before.removesuffix(call_start), tail.removeprefix(close_tag)
+            return TaggedCallReader(outer_begin, call_start, close_tag, outer_close, make_reader(close_tag))
     return None
 
 
@@ -92,7 +92,7 @@ class TaggedCallReader:
         return content.strip(), calls
 
 
-def _find_json(text: str, name: str, placeholders: Marks) -> CallSyntax | None:
+def _find_json_syntax(text: str, name: str, placeholders: Marks) -> CallSyntax | None:
     """Return the syntax of calls written as {"name": NAME, "arguments": {...}}, with any keys in any order, or as a
     list of such objects."""
     for start in (bracket.start() for bracket in re.finditer(r"[\[{]", text)):
@@ -115,24 +115,24 @@ def _find_json(text: str, name: str, placeholders: Marks) -> CallSyntax | None:
     return None
 
 
-def _find_named(text: str, name: str, placeholders: Marks) -> CallSyntax | None:
+def _find_named_syntax(text: str, name: str, placeholders: Marks) -> CallSyntax | None:
     """Return the syntax of calls written as NAME, a separator and {...}, as JSON or with bare keys and a special
     quote."""
     start = text.find(name)
     name_end = start + len(name)
-    brace = text.find("{", name_end) if start >= 0 else -1
-    if brace < 0:
+    brace_start = text.find("{", name_end) if start >= 0 else -1
+    if brace_start < 0:
         return None
     bare_key_pattern = rf"\{{{placeholders[2]}:(?P<quote>\S+?){placeholders[3]}(?P=quote),"
-    bare_key_match = re.compile(bare_key_pattern).match(text, brace)
+    bare_key_match = re.compile(bare_key_pattern).match(text, brace_start)
     decode = _make_decoder(bare_key_match["quote"]) if bare_key_match else _decode_json
-    arguments = decode(text, brace)
+    arguments = decode(text, brace_start)
     if arguments is None or arguments[0] != {
         placeholders[2]: placeholders[3],
         placeholders[4]: placeholders[5],
     }:
         return None
-    separator_pattern = re.compile(_make_loose_pattern(text[name_end:brace]) + r"\s*(?=\{)")
+    separator_pattern = re.compile(_make_loose_pattern(text[name_end:brace_start]) + r"\s*(?=\{)")
 
     def read_at(text: str, position: int, tools: Sequence[ToolSpec]) -> ParsedCalls | None:
         separator = separator_pattern.search(text, position)
@@ -144,7 +144,7 @@ def _find_named(text: str, name: str, placeholders: Marks) -> CallSyntax | None:
     return start, arguments[1], lambda close: read_at
 
 
-def _find_python(text: str, name: str, placeholders: Marks) -> CallSyntax | None:
+def _find_python_syntax(text: str, name: str, placeholders: Marks) -> CallSyntax | None:
     """Return the syntax of calls written as [NAME(KEY=VALUE, ...), ...]."""
     calls_match = re.search(rf"\[[^\[]*\b{name}\({placeholders[2]}\s*=.*\)\s*\]", text, re.DOTALL)
     if calls_match is None:
@@ -174,11 +174,11 @@ def _parse_python_calls(code: str, end: int) -> ParsedCalls | None:
         calls = [element for element in elements if isinstance(element, ast.Call)]
         are_names = all(isinstance(call.func, ast.Name | ast.Attribute) for call in calls)
         if elements and are_names and len(calls) == len(elements):
-            return [call_from_tree(ast.unparse(call.func), call) for call in calls], end
+            return [parse_call_tree(ast.unparse(call.func), call) for call in calls], end
     return None
 
 
-def _find_pairs(text: str, name: str, placeholders: Marks) -> CallSyntax | None:
+def _find_pair_syntax(text: str, name: str, placeholders: Marks) -> CallSyntax | None:
     """Return the syntax of calls written as NAME and any number of tagged key-value pairs."""
     start = text.find(name)
     tag_texts = re.split("|".join(placeholders[n] for n in range(2, 6)), text[start + len(name) :])
@@ -203,11 +203,11 @@ def _find_pairs(text: str, name: str, placeholders: Marks) -> CallSyntax | None:
     preamble = before_key.removesuffix(key_start)
 
     def make_reader(close: str) -> ReadAt:
-        first_key, no_key = _compile_literal(preamble + key_start), _compile_literal(preamble + close)
-        next_key = re.compile(_make_tight_pattern(pair_end) + _make_loose_pattern(key_start))
-        call_end = re.compile(f"{_make_tight_pattern(pair_end)}(?={_make_loose_pattern(close)})")
+        first_key_pattern, no_key = _compile_literal(preamble + key_start), _compile_literal(preamble + close)
+        next_key_pattern = re.compile(_make_tight_pattern(pair_end) + _make_loose_pattern(key_start))
+        call_end_pattern = re.compile(f"{_make_tight_pattern(pair_end)}(?={_make_loose_pattern(close)})")
         value_start = re.compile(_make_tight_pattern(before_value))
-        return _PairReader(first_key, no_key, value_start, next_key, call_end).read_at
+        return _PairReader(first_key_pattern, no_key, value_start, next_key_pattern, call_end_pattern).read_at
 
     return start, end, make_reader
 
@@ -297,7 +297,7 @@ def _make_decoder(quote: str) -> Callable[[str, int], tuple[Any, int] | None]:
 
     def decode_value(text: str, position: int, depth: int) -> tuple[Any, int]:
         token_match = token_pattern.match(text, position)
-        if token_match is None or depth > MAX_DEPTH or (token_match[2] or "{") not in "{[":
+        if token_match is None or depth > MAX_ARGUMENT_DEPTH or (token_match[2] or "{") not in "{[":
             raise ValueError("no value")
         position = token_match.end()
         if token_match[1] is not None:
@@ -344,12 +344,12 @@ def _find_call_object(value: Any, name: str, key: str) -> tuple[list[str], str, 
 
 
 def _extract_call(value: Any, keys: tuple[list[str], str, str]) -> ToolCall:
-    fields, name, arguments = keys
-    for field in fields:
-        value = value.get(field) if isinstance(value, dict) else None
+    path_keys, name_key, arguments_key = keys
+    for key in path_keys:
+        value = value.get(key) if isinstance(value, dict) else None
     if isinstance(value, dict):
-        value = {"name": value.get(name), "arguments": value.get(arguments)}
-    return call_from_value(value)
+        value = {"name": value.get(name_key), "arguments": value.get(arguments_key)}
+    return parse_call_value(value)
 
 
 def _find_common_suffix(text: str, other_text: str) -> str:

@@ -102,10 +102,10 @@ def load_model(
         options = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
         quantization_kwargs = make_quantization_options(quantization, torch_dtype, torch_device)
         weight_options = {"dtype": torch_dtype, **quantization_kwargs}
-        with_vision = (
+        loads_vision = (
             composite.was_trained_with_vision(adapter or resolved_name) if vision is None else vision
         )
-        pretrained_parts = _load_pretrained(name, resolved_name, options, weight_options, with_vision)
+        pretrained_parts = _load_pretrained(name, resolved_name, options, weight_options, loads_vision)
     tokenizer, image_processor = pretrained_parts.tokenizer, pretrained_parts.image_processor
     model = pretrained_parts.model
     if quantization == "none":
@@ -221,8 +221,8 @@ def _load_pretrained(
     with cache_gguf_reader() if gguf_options else nullcontext():
         if not gguf_options:
             with explain_load_errors("config.json"):
-                whole_config = read_config(location, options)
-            config = whole_config if composite.is_composite(whole_config) else None
+                full_config = read_config(location, options)
+            config = full_config if composite.is_composite(full_config) else None
         if vision and getattr(config, "vision_config", None) is None:
             raise ValueError(
                 f"model {name!r} has no vision part; remove model.vision, or name a vision-language model"
@@ -236,16 +236,16 @@ def _load_pretrained(
             tokenizer = read_tokenizer(location, options)
         image_processor = None
         if vision:
-            with explain_load_errors(composite.IMAGE_PROCESSOR):
+            with explain_load_errors(composite.IMAGE_PROCESSOR_FILE):
                 image_processor = composite.read_image_processor(location, options)
         hide_warnings = nullcontext() if config is None else composite.hide_expected_warnings()
         auto_class: Any = AutoModelForImageTextToText if vision else AutoModelForCausalLM
         with explain_load_errors("config.json"), hide_warnings:  # or the weights, if they do not match it
-            model_and_report: Any = auto_class.from_pretrained(
+            loaded_pair: Any = auto_class.from_pretrained(
                 location, output_loading_info=True, **options, **weight_options, **part_options
             )
-    model, report = model_and_report
-    missing_weights = sorted(report["missing_keys"])
+    model, loading_report = loaded_pair
+    missing_weights = sorted(loading_report["missing_keys"])
     if missing_weights:  # transformers would continue with random weights
         raise ValueError(
             f"model {name!r}: {len(missing_weights)} weights are missing from {location!r}, the first is "
@@ -262,5 +262,5 @@ def _load_pretrained(
         return PretrainedParts(model, tokenizer)
     composite.detach_from_composite(model)
     folder = find_local_folder(location, options)
-    note = composite.describe_text_part(name, config, model, folder, report["unexpected_keys"])
+    note = composite.describe_text_part(name, config, model, folder, loading_report["unexpected_keys"])
     return PretrainedParts(model, tokenizer, (note,))

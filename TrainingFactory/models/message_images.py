@@ -118,7 +118,7 @@ def move_images_after_results(messages: Sequence[Message]) -> list[Message]:
                 [PlacedImage(0, image) for image in collect_images([message])] for message in with_images
             ]
             new_messages.append(
-                _join_messages(headings, [Message("user", images=placed) for placed in images])
+                _join_messages(headings, [Message("user", images=image_list) for image_list in images])
             )
     return new_messages
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 TINY_ID = "builtin:tiny"
 TINY_VL_ID = "builtin:tiny-vl"  # sees images
 TINY_IDS = (TINY_ID, TINY_VL_ID)
-TORCH_SEED_PREFIX = (
-    "torch:"  # prefix of the seed in a revision of TINY_ID: draw the weights with torch's generator
-)
+# Prefix of the seed in a revision of TINY_ID: draw the weights with torch's generator.
+TORCH_SEED_PREFIX = "torch:"
 
 # short name -> hub id, `package:` and a Python package that contains weights, or the built-in model
 SUPPORTED_MODELS = {

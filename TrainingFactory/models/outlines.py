@@ -60,15 +60,15 @@ class Outlines:
     def shield(self, value: Any, texts: Texts, context: str, key: str = "nested argument") -> Any:
         """Return a copy of JSON data with marks for all strings that could produce a control token. `context` names the
         place of the data's strings in the conversation, `key` the place of its object keys."""
-        inner = "nested argument" if context == "argument" else context
+        child_place = "nested argument" if context == "argument" else context
         if isinstance(value, dict):
             contexts = {"name": key} | ({"type": "tool type"} if context.startswith("tool ") else {})
             return {
-                self.shield(name, texts, key): self.shield(child, texts, contexts.get(name, inner), key)
+                self.shield(name, texts, key): self.shield(child, texts, contexts.get(name, child_place), key)
                 for name, child in value.items()
             }
         if isinstance(value, list | tuple):
-            return [self.shield(child, texts, inner, key) for child in value]
+            return [self.shield(child, texts, child_place, key) for child in value]
         if (
             isinstance(value, str)
             and value not in SCHEMA_WORDS
@@ -135,7 +135,7 @@ class Outlines:
         if message.reasoning:
             outline[self._thought_key] = self.mark(message.reasoning.strip("\n"), texts)
         if message.role == "tool":
-            outline["tool_call_id"] = f"{probes.CALL_ID}0"
+            outline["tool_call_id"] = f"{probes.CALL_ID_PREFIX}0"
             outline["name"] = self.mark(message.name or "tool", texts)
         return outline
 

@@ -21,7 +21,7 @@ _TOOL_CALL_TAG = re.compile("</?tool_call>")
 _WHITE_SPACE = re.compile(r"\s*")
 _CLOSING_BRACE = re.compile(r"\s*\}")
 _TOOLS_TAG = re.compile(r"^[ \t]*<tools>\s*(.*?)\s*(?:</tools>|\Z)", re.MULTILINE | re.DOTALL)
-MAX_DEPTH = 64  # of nested arguments, because the schema check and saving walk them recursively
+MAX_ARGUMENT_DEPTH = 64  # of nested arguments, because the schema check and saving walk them recursively
 
 
 def read_tagged(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list[ToolCall]]:
@@ -46,7 +46,7 @@ def read_tagged(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list[To
         else:
             is_decoded = end > position and not text[end : end_match.start()].strip()
             call_text = text[position : end_match.start()]
-            calls.append(call_from_value(call_value) if is_decoded else _call_from_json(call_text))
+            calls.append(parse_call_value(call_value) if is_decoded else _parse_call_json(call_text))
             position = end_match.end()
     if not calls:
         return _read_untagged(text, tools)
@@ -67,7 +67,7 @@ def _read_untagged(text: str, tools: Sequence[ToolSpec]) -> tuple[str, list[Tool
     between <tools> and </tools>. It is not executed, because text that the model quotes may look like that."""
     names = {tool.name for tool in tools}
     tools_match = _TOOLS_TAG.search(text) if names else None
-    content, calls = read_bare_json(tools_match[1] if tools_match else text, tools) if names else (text, [])
+    content, calls = read_bare_calls(tools_match[1] if tools_match else text, tools) if names else (text, [])
     if not any(call.error or call.name in names for call in calls):
         return text, []
     reason = "write it between <tool_call> and </tool_call>"
@@ -75,7 +75,7 @@ def _read_untagged(text: str, tools: Sequence[ToolSpec]) -> tuple[str, list[Tool
     return content, [make_malformed_call(reason, call.name) for call in calls]
 
 
-def read_bare_json(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list[ToolCall]]:
+def read_bare_calls(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list[ToolCall]]:
     """Parse JSON objects {"name": ..., "parameters" or "arguments": {...}} from the first line that begins with one,
     separated by white space, commas or semicolons, with or without a ```json fence. An object without arguments is a
     call only if it names a tool; any other JSON is the answer."""
@@ -102,7 +102,7 @@ def read_bare_json(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list
         if isinstance(value, dict) and (
             {"arguments", "parameters"} & {*value} or value.get("name") in tool_names
         ):
-            calls.append(call_from_value(value))
+            calls.append(parse_call_value(value))
         elif not calls:
             return text, []
         position += len(body[position:]) - len(body[position:].lstrip(" \t\r\n,;"))
@@ -113,13 +113,13 @@ def read_llama(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list[Too
     """Parse calls of Llama 3.x: bare JSON, or after <|python_tag|> JSON, name.call(key="value") or Python code."""
     text_before, call_tag, text_after = text.partition("<|python_tag|>")
     if not call_tag:
-        return read_bare_json(text, tools)
-    content, calls = read_bare_json(text_after, tools)
+        return read_bare_calls(text, tools)
+    content, calls = read_bare_calls(text_after, tools)
     if calls:
         return text_before.strip(), calls
     builtin_call = re.fullmatch(r"\s*(\w+)\.call\((.*)\)\s*", content, re.DOTALL)
     if builtin_call:
-        return text_before.strip(), [call_from_keywords(builtin_call.group(1), builtin_call.group(2))]
+        return text_before.strip(), [parse_call_keywords(builtin_call.group(1), builtin_call.group(2))]
     return text_before.strip(), [ToolCall("python", {"code": content.strip()})]
 
 
@@ -144,17 +144,17 @@ def read_deepseek(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list[
     return content.replace("<｜tool▁calls▁begin｜>", "").strip() if calls else text, calls
 
 
-def _call_from_json(text: str) -> ToolCall:
+def _parse_call_json(text: str) -> ToolCall:
     try:
-        return call_from_value(_decode_json(text))
+        return parse_call_value(_decode_json(text))
     except ValueError as error:
         has_braces_in_strings = re.search(r'"[^"]*[{}][^"]*"(?=\s*[,:}\]])', text)
         if "{{" in text and not has_braces_in_strings:
-            return _call_from_json(text.replace("{{", "{").replace("}}", "}"))
+            return _parse_call_json(text.replace("{{", "{").replace("}}", "}"))
         return make_malformed_call(f"the call is {error}")
 
 
-def call_from_value(value: Any) -> ToolCall:
+def parse_call_value(value: Any) -> ToolCall:
     if not isinstance(value, dict):
         return make_malformed_call(f"the call is a JSON {type(value).__name__}, not an object")
     return make_call(value.get("name"), value.get("arguments", value.get("parameters")))
@@ -183,21 +183,21 @@ def _decode_json(text: str) -> Any:
         raise ValueError("nested too deeply") from error
 
 
-def call_from_keywords(name: str, keywords: str) -> ToolCall:
+def parse_call_keywords(name: str, keywords: str) -> ToolCall:
     """Parse `key="value", other=2` as literals of Python or JSON, without evaluating code."""
     try:
         tree = ast.parse(f"call({keywords})", mode="eval").body
         assert isinstance(tree, ast.Call)
-        return call_from_tree(name, tree)
+        return parse_call_tree(name, tree)
     except (ValueError, SyntaxError, RecursionError, MemoryError, AssertionError):
         return make_malformed_call('the arguments are not of the form key="value"', name)
 
 
-def call_from_tree(name: str, tree: ast.Call) -> ToolCall:
+def parse_call_tree(name: str, tree: ast.Call) -> ToolCall:
     if tree.args or any(keyword.arg is None for keyword in tree.keywords):
         return make_malformed_call('arguments must be written as key="value"', name)
     try:
-        nodes = {str(keyword.arg): _Constants().visit(keyword.value) for keyword in tree.keywords}
+        nodes = {str(keyword.arg): _ConstantReplacer().visit(keyword.value) for keyword in tree.keywords}
         arguments = {key: ast.literal_eval(node) for key, node in nodes.items()}
         json.dumps(arguments, allow_nan=False)
     except (ValueError, TypeError, RecursionError, MemoryError):
@@ -205,7 +205,7 @@ def call_from_tree(name: str, tree: ast.Call) -> ToolCall:
     return make_call(name, arguments)
 
 
-class _Constants(ast.NodeTransformer):
+class _ConstantReplacer(ast.NodeTransformer):
     """Replacement of JSON's `true`, `false` and `null`, which are variable names in Python."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
@@ -215,7 +215,7 @@ class _Constants(ast.NodeTransformer):
 
 def _to_plain_json(value: Any, depth: int = 0) -> Any:
     """Return the value in plain JSON types, with strings that can be encoded as UTF-8."""
-    if depth > MAX_DEPTH:
+    if depth > MAX_ARGUMENT_DEPTH:
         raise ValueError("nested too deeply")
     if isinstance(value, str):
         return replace_surrogates(value)

@@ -15,7 +15,7 @@ from TrainingFactory.common.images import split_text
 from TrainingFactory.models.templates import ChatTemplate, make_text_parts
 from TrainingFactory.types import Message, ToolCall
 
-CALL_ID = "call0000"  # plus one digit: some templates require ids of nine characters
+CALL_ID_PREFIX = "call0000"  # plus one digit: some templates require ids of nine characters
 IMAGE_PART = {"type": "image"}
 TAG_PATTERN = r"(?:<[^<>\s]+>|\[/?[A-Z_]+\])"
 THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")  # keys of a message's thought, by template
@@ -32,10 +32,10 @@ class CallStyle:
     def make_outline(self, calls: Sequence[ToolCall], content: str = "") -> dict[str, Any]:
         tool_calls = []
         for index, call in enumerate(calls):
-            as_text = self.has_text_arguments
-            arguments = json.dumps(call.arguments, ensure_ascii=False) if as_text else call.arguments
+            has_text = self.has_text_arguments
+            arguments = json.dumps(call.arguments, ensure_ascii=False) if has_text else call.arguments
             function = {"name": call.name, "arguments": arguments}
-            tool_calls.append({"id": f"{CALL_ID}{index}", "type": "function", "function": function})
+            tool_calls.append({"id": f"{CALL_ID_PREFIX}{index}", "type": "function", "function": function})
         return {"role": "assistant", "content": content or self.empty_content, "tool_calls": tool_calls}
 
 
@@ -93,12 +93,12 @@ def find_thought_style(template: ChatTemplate, prompt: str, control_texts: Itera
         if not has_thought:
             continue
         key = key or candidate_key
-        opening = re.search(rf"{TAG_PATTERN}\w*(?=\s*\Z)", text_before)
-        closing = re.match(rf"\s*({TAG_PATTERN})", text_after)
-        if opening and closing and content in text_after:
-            tags = opening[0], closing[1]
-            before_tags = prompt.rstrip().removesuffix(tags[1]).rstrip().removesuffix(tags[0])
-            if tags[0] not in before_tags:  # else it is the tag of any message
+        opening_match = re.search(rf"{TAG_PATTERN}\w*(?=\s*\Z)", text_before)
+        closing_match = re.match(rf"\s*({TAG_PATTERN})", text_after)
+        if opening_match and closing_match and content in text_after:
+            tags = opening_match[0], closing_match[1]
+            text_before_tags = prompt.rstrip().removesuffix(tags[1]).rstrip().removesuffix(tags[0])
+            if tags[0] not in text_before_tags:  # else it is the tag of any message
                 return ThoughtStyle(candidate_key, tags)
     return ThoughtStyle(key or THOUGHT_KEYS[0], _find_header_tags(template, prompt, control_texts))
 
@@ -122,7 +122,7 @@ def find_call_styles(template: ChatTemplate) -> list[CallStyle]:
     """Return the styles in which the template renders a call's name and argument, one for each distinct rendering."""
     name, argument = template.marks[1], template.marks[2]
     styles = dict[str, CallStyle]()
-    for style in (CallStyle(as_text, empty) for as_text in (False, True) for empty in (None, "")):
+    for style in (CallStyle(has_text, empty) for has_text in (False, True) for empty in (None, "")):
         try:
             turn = style.make_outline([ToolCall(name, {"a": argument})])
             text = template.render([make_user_turn("m"), turn], header=False)
@@ -172,8 +172,8 @@ def find_example(template: ChatTemplate, begin: str, close: str) -> str | None:
         return None
     if '"name"' not in example_match[0]:
         return example_match[0]
-    with_objects = re.sub(r"(?<=[:\s])<[\w -]*(?:arg|json|object|dict)[\w -]*>", "{}", example_match[0])
-    return re.sub(r"(?<=[:\s])<[\w -]+>", '"f"', with_objects)
+    example = re.sub(r"(?<=[:\s])<[\w -]*(?:arg|json|object|dict)[\w -]*>", "{}", example_match[0])
+    return re.sub(r"(?<=[:\s])<[\w -]+>", '"f"', example)
 
 
 def find_turn_end(template: ChatTemplate, control_texts: Iterable[str]) -> str | None:
@@ -182,9 +182,9 @@ def find_turn_end(template: ChatTemplate, control_texts: Iterable[str]) -> str |
     text = template.render([make_user_turn("m"), {"role": "assistant", "content": placeholder}], header=False)
     if placeholder not in text:
         raise ValueError("the chat template drops assistant messages without tool calls")
-    ending = text.rpartition(placeholder)[2]
+    end_part = text.rpartition(placeholder)[2]
     end_candidates = [
-        (ending.index(control), -len(control), control) for control in control_texts if control in ending
+        (end_part.index(control), -len(control), control) for control in control_texts if control in end_part
     ]
     return min(end_candidates)[2] if end_candidates else None
 
@@ -274,7 +274,7 @@ def make_renderer(template: ChatTemplate, context: str, style: CallStyle | None)
             conversation = [make_user_turn("m"), {"role": "assistant", "content": text}]
         elif context in ("tool", "tool part"):
             content = text if context == "tool" else [IMAGE_PART, *make_text_parts(text)]
-            reply = {"role": "tool", "tool_call_id": f"{CALL_ID}0", "name": "f", "content": content}
+            reply = {"role": "tool", "tool_call_id": f"{CALL_ID_PREFIX}0", "name": "f", "content": content}
             conversation = [make_user_turn("m"), turn, reply]
         elif call:
             conversation = [make_user_turn("m"), turn]
@@ -322,25 +322,25 @@ def render_continuation(
             content = outline_reply(template, reply, index, mark_numbers)
             reply_message = {"role": reply.role, "content": content}
             if reply.role == "tool":
-                call_id = f"{CALL_ID}{min(len(reply_messages), max(num_calls - 1, 0))}"
+                call_id = f"{CALL_ID_PREFIX}{min(len(reply_messages), max(num_calls - 1, 0))}"
                 reply_message |= {"tool_call_id": call_id, "name": placeholders[3 + 2 * index]}
             reply_messages.append(reply_message)
         try:
-            without_answers = template.render([make_user_turn(placeholders[0]), turn], header=False)
+            finished_turn = template.render([make_user_turn(placeholders[0]), turn], header=False)
             conversation = template.render([make_user_turn(placeholders[0]), turn, *reply_messages])
         except ValueError as error:
             last_error = error
             continue
-        return _cut_reply(without_answers, conversation, (placeholders[0], placeholders[1]), end_text)
+        return _cut_reply(finished_turn, conversation, (placeholders[0], placeholders[1]), end_text)
     assert last_error is not None
     raise last_error
 
 
-def _cut_reply(without_answers: str, conversation: str, marks: tuple[str, str], end_text: str | None) -> str:
-    """Return the part of `conversation` that follows the last turn of `without_answers`. `marks` are the marks of the
+def _cut_reply(finished_turn: str, conversation: str, marks: tuple[str, str], end_text: str | None) -> str:
+    """Return the part of `conversation` that follows the last turn of `finished_turn`. `marks` are the marks of the
     user's message and of the end of that turn."""
     user_mark, turn_mark = marks
-    turn_ending, after_turn = without_answers.rpartition(turn_mark)[2], conversation.rpartition(turn_mark)[2]
+    turn_ending, after_turn = finished_turn.rpartition(turn_mark)[2], conversation.rpartition(turn_mark)[2]
     if turn_mark not in conversation:
         raise ValueError("the chat template drops an assistant turn that has a reply")
     turn_end = len(turn_ending)
@@ -352,7 +352,7 @@ def _cut_reply(without_answers: str, conversation: str, marks: tuple[str, str], 
         if (
             other_end
             and turn_ending[:turn_end] == end_text
-            and without_answers.partition(user_mark)[2].startswith(other_end[0])
+            and finished_turn.partition(user_mark)[2].startswith(other_end[0])
         ):
             return after_turn[other_end.end() :]
         raise ValueError("the chat template ends an assistant turn differently if it has a reply")

@@ -29,10 +29,10 @@ class RowStates:
     record_past = False
 
     def __init__(
-        self, layer: int, conv: torch.Tensor | None = None, recurrent: torch.Tensor | None = None
+        self, layer_index: int, conv: torch.Tensor | None = None, recurrent: torch.Tensor | None = None
     ) -> None:
         self.conv_states, self.recurrent_states = [conv], [recurrent]  # the last inputs [P, C, K]; [P, ...]
-        self.layers = {layer: self}
+        self.layers = {layer_index: self}
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:

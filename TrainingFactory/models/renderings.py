@@ -17,7 +17,7 @@ from TrainingFactory.types import Image
 # The place of an image is a tuple of its own, so that finished ids need no search for it.
 Segments = list[tuple[int, ...] | list[str | int]]
 IMAGE_SEGMENT = (IMAGE_PLACE,)
-Key = str | tuple[Any, ...]
+CacheKey = str | tuple[Any, ...]
 MAX_CACHED_RENDERINGS = 512  # renderings
 MAX_KEY_CHARS = 50_000  # characters; renderings with longer cache keys are not cached
 
@@ -25,14 +25,14 @@ MAX_KEY_CHARS = 50_000  # characters; renderings with longer cache keys are not 
 class RenderingEncoder:
     def __init__(self, encoder: TextEncoder, marks: Marks, image_locator: ImageLocator) -> None:
         self._encoder, self._marks, self._locator = encoder, marks, image_locator
-        self._cache: dict[Key, Segments] = {}
+        self._cache: dict[CacheKey, Segments] = {}
         # turns of a dataset have different texts but few different outlines
         self.split_turn = cache_short_texts(self.split_rendering)
 
-    def get_cached(self, key: Key) -> Segments | None:
+    def get_cached(self, key: CacheKey) -> Segments | None:
         return self._cache.get(key)
 
-    def split_and_cache(self, key: Key, text: str) -> Segments:
+    def split_and_cache(self, key: CacheKey, text: str) -> Segments:
         segments = self.split_rendering(text)
         if len(self._cache) >= MAX_CACHED_RENDERINGS:
             self._cache.clear()
@@ -67,8 +67,8 @@ class RenderingEncoder:
         remaining_images = iter(images)
         for segment in segments:
             if not isinstance(segment, tuple):
-                run = [texts[part] if isinstance(part, int) else part for part in segment]
-                ids += self._encoder.encode_plain("".join(run))
+                run_texts = [texts[part] if isinstance(part, int) else part for part in segment]
+                ids += self._encoder.encode_plain("".join(run_texts))
             elif segment == IMAGE_SEGMENT:
                 ids += self._locator.encode_next(remaining_images)
             else:

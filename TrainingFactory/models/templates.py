@@ -195,24 +195,24 @@ class ChatTemplate:
             raise ValueError(f"the chat template cannot render this conversation: {error}") from error
         return self.marks.restore_case(rendered_text)
 
-    def find_transform(self, context: str, render: Callable[[str], str]) -> Transform:
-        """Find out how the template changes a text at the place `context`, by rendering test texts there."""
+    def find_transform(self, place: str, render: Callable[[str], str]) -> Transform:
+        """Find out how the template changes a text at the place `place`, by rendering test texts there."""
         placeholder = self.marks[0]
         placeholder_text = render(placeholder)
-        if placeholder not in placeholder_text and context.startswith("tool "):
+        if placeholder not in placeholder_text and place.startswith("tool "):
             return str  # the template does not render this part of a tool
         if placeholder not in placeholder_text:
             raise ValueError(
-                f"the chat template drops or rewrites a text ({context}), so conversations with one cannot be rendered"
+                f"the chat template drops or rewrites a text ({place}), so conversations with one cannot be rendered"
             )
         rendered_canaries = [render(canary) for canary in CANARY_TEXTS]
-        for transform in TRANSFORMS + (CASE_TRANSFORMS if context.startswith("tool ") else ()):
+        for transform in TRANSFORMS + (CASE_TRANSFORMS if place.startswith("tool ") else ()):
             if all(
                 placeholder_text.replace(placeholder, transform(canary)) == canary_text
                 for canary, canary_text in zip(CANARY_TEXTS, rendered_canaries, strict=True)
             ):
                 return transform
         raise ValueError(
-            f"the chat template drops or rewrites a text ({context}) in an unknown way, so its tokens cannot be "
+            f"the chat template drops or rewrites a text ({place}) in an unknown way, so its tokens cannot be "
             "attributed; set model.chat_template to a template that prints it unchanged"
         )

@@ -65,7 +65,7 @@ def _train_tokenizer() -> str:
     return tokenizer.to_str()
 
 
-def tiny_tokenizer(chat_template: str = "qwen3_instruct") -> Any:
+def make_tiny_tokenizer(chat_template: str = "qwen3_instruct") -> Any:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
@@ -77,20 +77,20 @@ def tiny_tokenizer(chat_template: str = "qwen3_instruct") -> Any:
 
 
 def make_builtin_tokenizer(name: str) -> Any:
-    return tiny_tokenizer("qwen3_vl_instruct" if name == TINY_VL_ID else "qwen3_instruct")
+    return make_tiny_tokenizer("qwen3_vl_instruct" if name == TINY_VL_ID else "qwen3_instruct")
 
 
 def make_builtin_model(name: str, revision: str) -> tuple[Any, Any, Any]:
     """Return a built-in model, its tokenizer, and its image processor or None."""
     tokenizer = make_builtin_tokenizer(name)
-    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    eos_id, pad_id = tokenizer.eos_token_id, tokenizer.pad_token_id
     is_vl = name == TINY_VL_ID
     model = (
         make_tiny_vl_model(tokenizer, revision)
         if is_vl
-        else make_tiny_model(len(tokenizer), eos, pad, revision)
+        else make_tiny_model(len(tokenizer), eos_id, pad_id, revision)
     )
-    model.generation_config.eos_token_id = [eos, pad]
+    model.generation_config.eos_token_id = [eos_id, pad_id]
     return model, tokenizer, make_tiny_image_processor() if is_vl else None
 
 
@@ -161,9 +161,9 @@ def make_tiny_image_processor() -> Any:
     """Return the image processor of the built-in vision-language model. An image token shows 16 x 16 pixels."""
     from transformers import Qwen2VLImageProcessorPil
 
-    limits = {"shortest_edge": 16 * 16, "longest_edge": 512 * 512}
+    size_limits = {"shortest_edge": 16 * 16, "longest_edge": 512 * 512}
     return Qwen2VLImageProcessorPil(
-        patch_size=VL_PATCH_SIZE, merge_size=2, temporal_patch_size=2, size=limits
+        patch_size=VL_PATCH_SIZE, merge_size=2, temporal_patch_size=2, size=size_limits
     )
 
 
@@ -181,7 +181,7 @@ def _parse_seed(name: str, seed_text: str, revision: str) -> int:
     return int(seed_text)
 
 
-def _draw_weights(model: Any, seed: int, deviation: float) -> None:
+def _draw_weights(model: Any, seed: int, standard_deviation: float) -> None:
     """Fill every matrix with approximately normal numbers that are identical on every processor: each number is the
     sum of twelve 16-bit integers, scaled by one multiplication. Norms (vectors) stay at one."""
     import numpy as np
@@ -193,15 +193,15 @@ def _draw_weights(model: Any, seed: int, deviation: float) -> None:
             continue
         random_ints = generator.random_raw(3 * weight.numel()).astype("<u8").view("<u2").reshape(-1, 12)
         sums = 2 * random_ints.sum(axis=1, dtype=np.int64) - 12 * 65535  # mean 0, deviation 2 x 65536
-        weight_values = (sums * (deviation / (2 * 65536))).astype(np.float32)
+        weight_values = (sums * (standard_deviation / (2 * 65536))).astype(np.float32)
         weight.data.copy_(torch.from_numpy(weight_values).view_as(weight))
 
 
 def _build_corpus() -> list[str]:
-    schema = (
+    schema_example = (
         '{"type": "function", "function": {"name": "", "description": "", "parameters": {"type": "object", '
     )
-    schema += '"properties": {"": {"type": "string", "description": ""}}, "required": [""]}}}'
-    call = '<tool_call>\n{"name": "search", "arguments": {"query": ""}}\n</tool_call>'
+    schema_example += '"properties": {"": {"type": "string", "description": ""}}, "required": [""]}}}'
+    call_example = '<tool_call>\n{"name": "search", "arguments": {"query": ""}}\n</tool_call>'
     words = [f"{word} {word}" for word in COMMON_WORDS]
-    return [read_builtin_template(), schema, call] * 40 + words * 2
+    return [read_builtin_template(), schema_example, call_example] * 40 + words * 2

@@ -45,7 +45,7 @@ def add_tools_format(
     vocabulary_size = len(tokenizer)
     tokenizer.add_tokens(new_tags)  # not as special tokens, which decoding may skip
     tokenizer.chat_template = tools_template + chat_template
-    _add_rows(loaded_model.model, tokenizer.convert_tokens_to_ids(new_tags), vocabulary_size)
+    _add_embedding_rows(loaded_model.model, tokenizer.convert_tokens_to_ids(new_tags), vocabulary_size)
     tags = ", ".join(new_tags)
     addition = f"the tokens {tags} (embeddings: the mean of the others)" if tags else "no new token"
     notify(
@@ -59,7 +59,7 @@ def _read_template(name: str) -> str:
 
 
 @torch.no_grad()
-def _add_rows(model: Any, token_ids: list[int], vocabulary_size: int) -> None:
+def _add_embedding_rows(model: Any, token_ids: list[int], vocabulary_size: int) -> None:
     """Add embedding rows for new tokens, each the mean of the first `vocabulary_size` rows. Some models have spare
     rows to use."""
     num_rows = max([model.get_input_embeddings().weight.shape[0], *(token + 1 for token in token_ids)])

@@ -26,17 +26,17 @@ class TowerShape(NamedTuple):
 class ImageUse(NamedTuple):
     """Size and number of the images in a run's rows, for estimates of memory and time."""
 
-    tokens: float  # of an image
-    share: float  # of image tokens among the tokens of a row
-    total: float  # different images of the whole run
+    tokens_per_image: float  # of an image
+    token_share: float  # of image tokens among the tokens of a row
+    num_images: float  # different images of the whole run
 
     @classmethod
-    def largest(cls, image_tokens: int) -> ImageUse:
+    def make_largest(cls, image_tokens: int) -> ImageUse:
         """Return the largest possible use: only images of the largest size, and more of them than the cache holds."""
         return cls(image_tokens, 1.0, float("inf"))
 
     @classmethod
-    def of_rows(cls, rows: Sequence[Sequence[int]], rows_in_run: int) -> ImageUse:
+    def measure_rows(cls, rows: Sequence[Sequence[int]], rows_in_run: int) -> ImageUse:
         """Measure the images in these rows of token ids, for a run with `rows_in_run` such rows."""
         images = {tokens.first_id: tokens for row in rows for tokens in find_images(row)}.values()
         image_tokens = sum(token >= VIRTUAL for row in rows for token in row)

@@ -37,8 +37,8 @@ def remove_untrained_tags(name: str, model: Any, tokenizer: Any) -> tuple[str, .
         return ()
     _remove_tokens(tokenizer_state, untrained_tags)
     tokenizer._tokenizer = Tokenizer.from_str(json.dumps(tokenizer_state))
-    texts = ", ".join(sorted(untrained_tags))
-    return (f"{name} was not trained on the tokens {texts}; their texts are written with normal tokens",)
+    tag_list = ", ".join(sorted(untrained_tags))
+    return (f"{name} was not trained on the tokens {tag_list}; their texts are written with normal tokens",)
 
 
 def _remove_tokens(tokenizer_state: dict[str, Any], texts: set[str]) -> None:

@@ -35,7 +35,7 @@ import torch
 import transformers
 
 from TrainingFactory.common.image_tokens import VIRTUAL, ImageTokens, find_image, load_picture, number_image
-from TrainingFactory.models.composite import IMAGE_PROCESSOR, TRAINED_WITH_VISION
+from TrainingFactory.models.composite import IMAGE_PROCESSOR_FILE, TRAINED_WITH_VISION_KEY
 from TrainingFactory.types import Image
 
 MAX_IMAGE_TOKENS = 1024
@@ -65,7 +65,7 @@ class ImageLayout:
     grid: tuple[int, int] | None = None  # rows and columns, for M-RoPE
 
     @property
-    def count(self) -> int:
+    def num_image_tokens(self) -> int:
         return self.tokens.count(IMAGE_TOKEN)
 
 
@@ -81,15 +81,15 @@ class Vision:
         self.placeholder_id: int = config.image_token_id
         self.prefix, self.suffix = IMAGE_DELIMITERS[self.model_type]
         if self.model_type == "gemma4":
-            edges = [config.boi_token_id, config.eoi_token_id]
-            self.prefix, self.suffix = tokenizer.convert_ids_to_tokens(edges)
+            edge_ids = [config.boi_token_id, config.eoi_token_id]
+            self.prefix, self.suffix = tokenizer.convert_ids_to_tokens(edge_ids)
         placeholder = "<start_of_image>" if self.model_type == "gemma3" else None
         self.placeholder: str = placeholder or tokenizer.convert_ids_to_tokens(self.placeholder_id)
         self.has_rope = self.model_type in QWEN_TYPES
         text_config = config.get_text_config()
         # Tokens of an image see each other, also later ones: prefixes cannot be computed in parts. Gemma 4 has a
         # setting for that, which concerns layers with a sliding window only.
-        self.whole_in_windows_only = self.model_type == "gemma4"
+        self.sees_whole_in_windows_only = self.model_type == "gemma4"
         self.sees_whole_images = self.model_type == "gemma3" or (
             self.model_type == "gemma4" and text_config.use_bidirectional_attention == "vision"
         )
@@ -98,7 +98,7 @@ class Vision:
         self.is_trained = False  # the tower is trained, so that its outputs change
         self.notes: list[str] = []
         self._processor = self._limit_processor(max_tokens or MAX_IMAGE_TOKENS)
-        self.layout = lru_cache(maxsize=4096)(self._compute_layout)
+        self.get_layout = lru_cache(maxsize=4096)(self._compute_layout)
         self._cache: OrderedDict[int, torch.Tensor] = OrderedDict()
         self._cache_bytes, self._cached_bytes = cache_bytes, 0
         self._lock = threading.Lock()
@@ -107,16 +107,16 @@ class Vision:
     def save(self, folder: str | Path) -> None:
         """Write the image processor's file, and mark the checkpoint as trained with vision."""
         self.processor.save_pretrained(folder)
-        processor_file = Path(folder) / IMAGE_PROCESSOR
-        options = json.loads(processor_file.read_text(encoding="utf-8")) | {TRAINED_WITH_VISION: True}
+        processor_file = Path(folder) / IMAGE_PROCESSOR_FILE
+        options = json.loads(processor_file.read_text(encoding="utf-8")) | {TRAINED_WITH_VISION_KEY: True}
         processor_file.write_text(json.dumps(options, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     # tokens
 
     def get_image_ids(self, image: Image) -> list[int]:
         """Return the token ids of an image."""
-        layout = self.layout(image.width, image.height)
-        image_ids = iter(number_image(image, layout.count).ids)
+        layout = self.get_layout(image.width, image.height)
+        image_ids = iter(number_image(image, layout.num_image_tokens).ids)
         return [next(image_ids) if token == IMAGE_TOKEN else token for token in layout.tokens]
 
     def _limit_processor(self, max_tokens: int) -> Any:
@@ -125,18 +125,17 @@ class Vision:
         processor: Any = copy.deepcopy(self.processor)
         min_tokens = 1
         if self.model_type in QWEN_TYPES:
-            pixels = (processor.patch_size * processor.merge_size) ** 2
-            max_pixels = min(processor.size["longest_edge"], max_tokens * pixels)
+            token_pixels = (processor.patch_size * processor.merge_size) ** 2
+            max_pixels = min(processor.size["longest_edge"], max_tokens * token_pixels)
             # A row of more tokens than `max_tokens` has no smaller layout, and the processor rejects ratios above 200.
-            self._max_ratio = min(max_pixels // pixels, 199)
+            self._max_ratio = min(max_pixels // token_pixels, 199)
             processor.size = {
                 "shortest_edge": min(processor.size["shortest_edge"], max_pixels), "longest_edge": max_pixels
             }  # fmt: skip
         elif self.model_type in TILED_TYPES:
             min_tokens, tile_pixels = self._tile_tokens, processor.max_image_size["longest_edge"]
-            num_tiles = max(
-                1, math.isqrt(max(max_tokens // min_tokens - 1, 0))
-            )  # along an edge, and one of the whole
+            # Along an edge, and one of the whole.
+            num_tiles = max(1, math.isqrt(max(max_tokens // min_tokens - 1, 0)))
             processor.size = {"longest_edge": min(processor.size["longest_edge"], num_tiles * tile_pixels)}
         elif self.model_type == "internvl":
             min_tokens = self._tile_tokens
@@ -160,8 +159,8 @@ class Vision:
         vision_config = self.config.vision_config
         if self.model_type == "internvl":
             return self.config.image_seq_length
-        patches = (vision_config.image_size // vision_config.patch_size) ** 2
-        return patches // self.config.scale_factor**2 if self.model_type in TILED_TYPES else patches
+        num_patches = (vision_config.image_size // vision_config.patch_size) ** 2
+        return num_patches // self.config.scale_factor**2 if self.model_type in TILED_TYPES else num_patches
 
     def _compute_layout(self, width: int, height: int) -> ImageLayout:
         """Compute the layout of images of this size by processing a blank image."""
@@ -221,7 +220,7 @@ class Vision:
                 position = end
                 continue
             image_tokens = find_image(int(ids[position]))
-            grid = self.layout(image_tokens.image.width, image_tokens.image.height).grid
+            grid = self.get_layout(image_tokens.image.width, image_tokens.image.height).grid
             assert grid is not None and ids[position] == image_tokens.first_id, "a row begins inside an image"
             rows, columns = grid
             token_offsets = np.arange(min(image_tokens.num_tokens, len(ids) - position))
@@ -235,11 +234,11 @@ class Vision:
 
     def compute_image_ends(self, ids: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Return the last position that each token attends to, if image tokens attend to their whole image."""
-        ends = positions.copy()
+        visible_ends = positions.copy()
         for index in np.flatnonzero(ids >= VIRTUAL).tolist():
             image_tokens = find_image(int(ids[index]))
-            ends[index] += image_tokens.first_id + image_tokens.num_tokens - 1 - ids[index]
-        return ends
+            visible_ends[index] += image_tokens.first_id + image_tokens.num_tokens - 1 - ids[index]
+        return visible_ends
 
     # features
 
@@ -254,13 +253,13 @@ class Vision:
             return ids, {}
         # The forward fills every placeholder; one that the model has sampled as text gets its own embedding.
         rows = self._encode_rows(model, ids[is_image | (ids == self.placeholder_id)], bypass_cache)
-        arguments: dict[str, Any] = {"mm_encoder_outputs": {"image": self._to_outputs(rows)}}
+        arguments: dict[str, Any] = {"mm_encoder_outputs": {"image": self._make_outputs(rows)}}
         if self.sees_whole_images:
             is_image_tensor = torch.from_numpy(is_image.astype(np.int64)).to(rows.device)
             arguments[TYPE_ARGUMENTS[self.model_type]] = is_image_tensor
         return np.where(is_image, self.placeholder_id, ids), arguments
 
-    def _to_outputs(self, rows: torch.Tensor) -> Any:
+    def _make_outputs(self, rows: torch.Tensor) -> Any:
         """Convert rows [n, 1 + L, D] to the tower's output object: embeddings, and L levels of deepstack features."""
         embeddings = rows[:, 0]
         if self.model_type in (*QWEN_TYPES, "llava_onevision", "gemma4"):
@@ -295,7 +294,7 @@ class Vision:
                 return rows
         # Not inference tensors, because the learner uses them in graphs.
         with torch.inference_mode(False), torch.no_grad():
-            (rows,) = self._encode(model, [tokens.num_tokens], [self._make_inputs(model, tokens)])
+            (rows,) = self._run_tower(model, [tokens.num_tokens], [self._make_inputs(model, tokens)])
         with self._lock:
             if tokens.first_id not in self._cache:
                 self._cache[tokens.first_id] = rows
@@ -320,9 +319,9 @@ class Vision:
             images_by_shape.setdefault(shape, []).append((tokens, inputs))
         encoded_images: dict[int, torch.Tensor] = {}
         for group in images_by_shape.values():
-            counts = [tokens.num_tokens for tokens, _ in group]
+            token_counts = [tokens.num_tokens for tokens, _ in group]
             inputs = [inputs for _, inputs in group]
-            outputs = self._encode(model, counts, inputs)
+            outputs = self._run_tower(model, token_counts, inputs)
             encoded_images |= {
                 tokens.first_id: rows for (tokens, _), rows in zip(group, outputs, strict=True)
             }
@@ -339,16 +338,15 @@ class Vision:
             name: value for name, value in inputs.items() if name in parameters and name != "batch_num_images"
         }
 
-    def _encode(
+    def _run_tower(
         self, model: Any, token_counts: list[int], inputs: list[dict[str, torch.Tensor]]
     ) -> tuple[torch.Tensor, ...]:
         """Run the tower on images whose inputs have the same shape. Return [count, 1 + L, D] for each image. Only the
         output of an image that is encoded alone is bit-identical in every call, because rounding depends on the
         batch."""
         batch = {name: torch.cat([image_inputs[name] for image_inputs in inputs]) for name in inputs[0]}
-        dtype = (
-            torch.float32 if self.model_type == "gemma4" else model.dtype
-        )  # Gemma 4 scales pixels before it casts them
+        # Gemma 4 scales pixels before it casts them.
+        dtype = torch.float32 if self.model_type == "gemma4" else model.dtype
         batch = {
             name: value.to(model.device, dtype) if value.is_floating_point() else value.to(model.device)
             for name, value in batch.items()

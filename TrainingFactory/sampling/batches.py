@@ -90,13 +90,13 @@ def make_step_inputs(
     chunk. `rope` [N, 3] are the rotary positions, empty if they equal the token positions."""
     if twin_rows is not None and len(rope):
         rope = rope[twin_rows.is_leader]
-    rest = *pad_indices(fed), *pad_indices(counts), rope.T.ravel(), EMPTY
+    inputs = *pad_indices(fed), *pad_indices(counts), rope.T.ravel(), EMPTY
     logit_tokens = batch.logit_tokens
     if twin_rows is None:
-        return StepInputs(batch.tokens, batch.positions, cache_positions, logit_tokens, EMPTY, EMPTY, *rest)
+        return StepInputs(batch.tokens, batch.positions, cache_positions, logit_tokens, EMPTY, EMPTY, *inputs)
     keep, logit_rows = np.unique(twin_rows.source_tokens[logit_tokens], return_inverse=True)
     tokens, positions = batch.tokens[twin_rows.is_leader], batch.positions[twin_rows.is_leader]
-    return StepInputs(tokens, positions, cache_positions, keep, twin_rows.source_tokens, logit_rows, *rest)
+    return StepInputs(tokens, positions, cache_positions, keep, twin_rows.source_tokens, logit_rows, *inputs)
 
 
 def cover_slots(slots: np.ndarray, counts: np.ndarray) -> tuple[slice | np.ndarray, np.ndarray]:

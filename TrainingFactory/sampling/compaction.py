@@ -23,12 +23,12 @@ def exchange_slots(table: SlotTable, slot_pairs: list[tuple[int, int]]) -> None:
     all_slots, partners = np.concatenate((low_slots, high_slots)), np.concatenate((high_slots, low_slots))
     table.num_changes += 1
     table.pages.exchange(low_slots, high_slots, int(table.stored[all_slots].max()))
-    for slot_values in (
+    for slot_array in (
         table.ids, table.rope, table.logprobs, table.stored, table.lengths, table.copyable, table.chunked,
         table.running, table.used, table.limit, table.seed, table.stops, table.temperature, table.top_p, table.top_k,
         table.min_p, table.hashes, table.head, table.prompt_hashes, table.free,
     ):  # fmt: skip
-        slot_values[all_slots] = slot_values[partners]
+        slot_array[all_slots] = slot_array[partners]
     for i, j in slot_pairs:
         if table.snapshots is not None:
             table.snapshots.exchange(i, j)

@@ -13,8 +13,8 @@ MAX_TRUST = 3  # consecutive correct predictions that are counted at most
 
 class DraftTable:
     def __init__(self) -> None:
-        self._next = np.zeros(NUM_ENTRIES, np.int32)
-        self._trust = np.zeros(NUM_ENTRIES, np.int8)
+        self._next_tokens = np.zeros(NUM_ENTRIES, np.int32)
+        self._trust_levels = np.zeros(NUM_ENTRIES, np.int8)
 
     @staticmethod
     def _find_entries(contexts: np.ndarray) -> np.ndarray:
@@ -31,10 +31,10 @@ class DraftTable:
         open_rows = np.arange(num_rows)  # rows whose drafts continue
         for column in range(max_tokens):
             entries = self._find_entries(contexts)
-            is_trusted = self._trust[entries] >= MIN_TRUST
+            is_trusted = self._trust_levels[entries] >= MIN_TRUST
             if not is_trusted.any():
                 break
-            open_rows, next_tokens = open_rows[is_trusted], self._next[entries[is_trusted]]
+            open_rows, next_tokens = open_rows[is_trusted], self._next_tokens[entries[is_trusted]]
             tokens[open_rows, column] = next_tokens
             draft_lengths[open_rows] += 1
             contexts = np.column_stack((contexts[is_trusted][:, 1:], next_tokens))
@@ -43,8 +43,8 @@ class DraftTable:
     def learn(self, contexts: np.ndarray, tokens: np.ndarray) -> None:
         """Update the predictions: tokens [M] have followed contexts [M, CONTEXT_TOKENS]."""
         entries = self._find_entries(contexts)
-        is_correct, trust = self._next[entries] == tokens, self._trust[entries]
+        is_correct, trust = self._next_tokens[entries] == tokens, self._trust_levels[entries]
         new_trust = np.where(is_correct, trust + 1, trust - 1)
-        self._trust[entries] = new_trust.clip(0, MAX_TRUST)
+        self._trust_levels[entries] = new_trust.clip(0, MAX_TRUST)
         is_replaced = ~is_correct & (trust == 0)
-        self._next[entries[is_replaced]] = tokens[is_replaced]
+        self._next_tokens[entries[is_replaced]] = tokens[is_replaced]

@@ -13,9 +13,9 @@ from TrainingFactory.sampling.table import CHUNK, SlotTable
 from TrainingFactory.sampling.tiles import TileLayout, pad_to
 
 
-def flatten_plan(table: SlotTable, plan: StepPlan, trunk: int, layout: TileLayout | None = None) -> FlatBatch:
+def flatten_plan(table: SlotTable, plan: StepPlan, start: int, layout: TileLayout | None = None) -> FlatBatch:
     """Return the tokens that a plan feeds, dense rows first, and the rows of logits to draw from. Padding feeds token
-    0, at the position after the shared prefix, to the scratch page."""
+    0, at position `start` (after the shared prefix), to the scratch page."""
     fed_counts = np.full(plan.rows, int(plan.feeds_unused))
     fed_counts[plan.dense] = 1
     if plan.guesses is not None:
@@ -24,7 +24,7 @@ def flatten_plan(table: SlotTable, plan: StepPlan, trunk: int, layout: TileLayou
     chunk_start = int(fed_counts.sum())
     num_tokens = chunk_start + (CHUNK if table.deterministic and len(plan.slots) else int(plan.counts.sum()))
     num_tokens = num_tokens if layout is None else chunk_start + layout.chunk_tokens
-    tokens, positions = np.zeros(num_tokens, np.int64), np.full(num_tokens, trunk)
+    tokens, positions = np.zeros(num_tokens, np.int64), np.full(num_tokens, start)
     token_slots = np.full(num_tokens, table.num_slots)
     row_starts = fed_counts.cumsum() - fed_counts  # [R] flat index of each row's first token
     stored_lengths, dense_starts = table.stored[plan.dense], row_starts[plan.dense]
@@ -83,13 +83,13 @@ def _find_logit_rows(
 def make_draw_inputs(table: SlotTable, batch: FlatBatch) -> DrawInputs[np.ndarray]:
     """Return the random numbers and temperatures of the batch's draws, and the filters (top-p, top-k, min-p) if a row
     that draws a used token has any."""
-    rows, live_rows = batch.rows, batch.rows[batch.is_used]
-    uniform = uniforms(table.seed[rows], table.lengths[rows] + batch.offsets)
-    if (table.top_p[live_rows] < 1).any() or table.top_k[live_rows].any() or table.min_p[live_rows].any():
-        filters = table.top_p[rows], table.top_k[rows], table.min_p[rows]
-        return DrawInputs(uniform, table.temperature[rows], *filters)
-    is_scaled = not (table.temperature[live_rows] == 1).all()
-    return DrawInputs(uniform, table.temperature[rows] if is_scaled else None)
+    draw_slots, used_slots = batch.rows, batch.rows[batch.is_used]
+    uniform_numbers = uniforms(table.seed[draw_slots], table.lengths[draw_slots] + batch.offsets)
+    if (table.top_p[used_slots] < 1).any() or table.top_k[used_slots].any() or table.min_p[used_slots].any():
+        filters = table.top_p[draw_slots], table.top_k[draw_slots], table.min_p[draw_slots]
+        return DrawInputs(uniform_numbers, table.temperature[draw_slots], *filters)
+    is_scaled = not (table.temperature[used_slots] == 1).all()
+    return DrawInputs(uniform_numbers, table.temperature[draw_slots] if is_scaled else None)
 
 
 def select_rope(table: SlotTable, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -111,9 +111,9 @@ def apply_draws(
         num_drawn = np.bincount(batch.rows[:num_dense][is_used[:num_dense]], minlength=plan.rows)[plan.dense]
         has_reply = table.lengths[plan.dense] - table.stored[plan.dense] > 1
         num_new_tokens = np.where(has_reply, plan.guess_counts + 1, num_drawn)
-    table.advance(plan.dense, num_new_tokens)
+    table.advance_stored(plan.dense, num_new_tokens)
     if len(plan.slots):
-        table.advance(plan.slots, plan.counts)
+        table.advance_stored(plan.slots, plan.counts)
     rows = batch.rows[is_used]
     return SampledTokens(
         rows,

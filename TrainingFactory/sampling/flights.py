@@ -40,7 +40,7 @@ class InFlightStep:
 
 
 # The first leg of a launch samples a token per slot, the second one feeds these tokens.
-Leg = tuple[GraphInputs[Data], DrawInputs[Data]]
+Pass = tuple[GraphInputs[Data], DrawInputs[Data]]
 
 
 class AsyncRunner(Runner):
@@ -93,7 +93,7 @@ class AsyncRunner(Runner):
 
     def _add_kernel_inputs(self, step: StepContext, positions: torch.Tensor) -> StepContext:
         if self._kernels is not None:
-            step.attend, step.positions, zero = self._kernels.attend, positions, self._positions[:1]
+            step.attend, step.positions, zero = self._kernels.attend, positions, self._all_positions[:1]
             step.row_tiles = Tiles(1, 1) if step.num_dense else None
             step.chunk_tiles = (
                 None if step.num_dense else Tiles(len(positions), 1, positions, zero, zero + len(positions))
@@ -103,7 +103,7 @@ class AsyncRunner(Runner):
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> InFlightStep:
         """Start the forward of a plan without guesses, and advance the table as if the sampled tokens were already
-        known. `land` returns the tokens."""
+        known. `fetch_tokens` returns the tokens."""
         table, plan.may_run_twice = self.table, True
         batch, samples = self._begin_step(plan)
         slots, offsets = batch.rows[batch.is_used], batch.offsets[batch.is_used]
@@ -112,17 +112,19 @@ class AsyncRunner(Runner):
             host_tensor = torch.empty(samples.shape, dtype=samples.dtype, pin_memory=True)
             samples, copy_event = host_tensor.copy_(samples, non_blocking=True), torch.cuda.Event()
             copy_event.record()
-        first, positions = int((offsets == 0).sum()), table.lengths[slots] + offsets
-        flight = InFlightStep(slots, positions, first, table.epoch[slots], batch.is_used, samples, copy_event)
-        table.advance(plan.dense, 1)
+        num_first, positions = int((offsets == 0).sum()), table.lengths[slots] + offsets
+        flight = InFlightStep(
+            slots, positions, num_first, table.epoch[slots], batch.is_used, samples, copy_event
+        )
+        table.advance_stored(plan.dense, 1)
         if len(plan.slots):
-            table.advance(plan.slots, plan.counts)
-        table.append_in_flight(slots[:first])
-        table.advance(slots[first:], 1)
-        table.append_in_flight(slots[first:])
+            table.advance_stored(plan.slots, plan.counts)
+        table.append_in_flight(slots[:num_first])
+        table.advance_stored(slots[num_first:], 1)
+        table.append_in_flight(slots[num_first:])
         return flight
 
-    def land(self, flight: InFlightStep) -> SampledTokens:
+    def fetch_tokens(self, flight: InFlightStep) -> SampledTokens:
         """Wait for the sampled tokens of a launched step. Return the tokens of turns that are still running."""
         if flight.copy_event is not None:
             flight.copy_event.synchronize()
@@ -157,19 +159,19 @@ class AsyncRunner(Runner):
             first_inputs, is_recorded = first_inputs._replace(tokens=ids[0]), False
         legs = [(first_inputs, draws)]
         if is_recorded and plan.may_run_twice and plan.rows:
-            legs.append(self._make_second_leg(plan, batch, is_scaled=draws.temperature is not None))
+            legs.append(self._make_second_forward(plan, batch, is_scaled=draws.temperature is not None))
         chunks = self._make_chunk_rows(plan, dense) if self.states.shapes else []
 
         def run_step(tensors: list[torch.Tensor]) -> torch.Tensor:
-            tensor_iterator, leg_samples = iter(tensors), []
-            leg_tensors = [_take_leg(tensor_iterator, leg) for leg in legs]
+            tensor_iterator, forward_samples = iter(tensors), []
+            forward_tensors = [_take_forward(tensor_iterator, forward) for forward in legs]
             tiles = list(tensor_iterator)
-            for leg_index, (inputs, draws) in enumerate(leg_tensors):
+            for forward_index, (inputs, draws) in enumerate(forward_tensors):
                 cache_positions = inputs.cache_positions.unflatten(0, (len(table.pages.tables), -1))
                 context = StepContext(cache, cache_positions, num_dense=dense)
                 context.attend, context.positions = kernels.attend, inputs.positions
                 layout.assign_tensors(context, plan, tiles)
-                has_chunks = len(plan.slots) and not leg_index
+                has_chunks = len(plan.slots) and not forward_index
                 context.chunk_tiles = context.chunk_tiles if has_chunks else None
                 ids = self._fill_in_flight_tokens(inputs.tokens)
                 keep = inputs.logit_tokens if has_chunks else 0
@@ -182,21 +184,21 @@ class AsyncRunner(Runner):
                 drawn_tokens = samples[0].long()
                 self._latest_tokens.index_copy_(0, inputs.target_slots, drawn_tokens)
                 self._record_ended(inputs, drawn_tokens)
-                leg_samples.append(samples)
-            return torch.cat(leg_samples, 1) if len(leg_samples) > 1 else leg_samples[0]
+                forward_samples.append(samples)
+            return torch.cat(forward_samples, 1) if len(forward_samples) > 1 else forward_samples[0]
 
         samples = None
         if self._graphs is not None and is_recorded:
-            self._check_graphs(cache)
+            self._drop_stale_graphs(cache)
             key_sizes = len(draws.tensors) - 1, len(legs), len(first_inputs.stops)
-            key = plan.rows, plan.span, *key_sizes, *layout.key
+            key = plan.rows, plan.span, *key_sizes, *layout.graph_key
             dry_legs = [(inputs.without_effects(table.num_slots), draws) for inputs, draws in legs]
             samples = self._graphs.run(key, _arrays_of(legs, layout), _arrays_of(dry_legs, layout), run_step)
         if samples is None:
             samples = run_step(to_device(_arrays_of(legs, layout), self.device))
         return batch, samples
 
-    def _make_second_leg(self, plan: StepPlan, batch: FlatBatch, is_scaled: bool) -> Leg[np.ndarray]:
+    def _make_second_forward(self, plan: StepPlan, batch: FlatBatch, is_scaled: bool) -> Pass[np.ndarray]:
         """Return the inputs of a launch's second forward, and add its rows of logits to `batch`. It feeds the tokens
         that the first forward samples, in rows whose turn may continue. A launch runs two forwards because it takes the
         host about as long as one token takes the GPU."""
@@ -218,11 +220,11 @@ class AsyncRunner(Runner):
         return inputs, draws
 
 
-def _arrays_of(legs: list[Leg[np.ndarray]], layout: TileLayout) -> list[np.ndarray]:
+def _arrays_of(legs: list[Pass[np.ndarray]], layout: TileLayout) -> list[np.ndarray]:
     return [*(array for inputs, draws in legs for array in (*inputs, *draws.tensors)), *layout.arrays]
 
 
-def _take_leg(tensors: Iterator[torch.Tensor], arrays: Leg[np.ndarray]) -> Leg[torch.Tensor]:
+def _take_forward(tensors: Iterator[torch.Tensor], arrays: Pass[np.ndarray]) -> Pass[torch.Tensor]:
     """Take the tensors of one forward from the iterator, in the order of its `arrays`."""
     inputs, draws = arrays
     return GraphInputs(*islice(tensors, len(inputs))), DrawInputs(*islice(tensors, len(draws.tensors)))

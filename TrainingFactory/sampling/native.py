@@ -36,7 +36,7 @@ from TrainingFactory.types import Completion, SamplingParams, Weights
 if TYPE_CHECKING:
     from TrainingFactory.models.vision import Vision
 
-COMPACT_AFTER = 3  # consecutive steps with fewer than half of the rows in use
+COMPACT_AFTER_STEPS = 3  # consecutive steps with fewer than half of the rows in use
 # Consecutive steps launched ahead before one waits, to check whether drafts are available.
 MAX_STEPS_AHEAD = 16
 
@@ -69,7 +69,7 @@ class NativeSession:
         if not self._session_slot.is_closed:
             self._session_slot.is_closed = True
             with self._engine._lock:
-                self._engine.sessions -= 1
+                self._engine.num_sessions -= 1
                 self._engine._post_message(self._session_slot)
 
     def __del__(self) -> None:
@@ -89,12 +89,12 @@ class NativeEngine:
         max_length: int = 4096,
         deterministic: bool = False,
         prefill_tokens: int | None = None,
-        guesses: int = 7,  # most draft tokens of a row in one step; 0: no speculative decoding
-        source: Any = None,
+        max_guesses: int = 7,  # most draft tokens of a row in one step; 0: no speculative decoding
+        source: Any = None,  # the learner's model, whose weights `update` copies
         cache_bytes: int | None = None,  # most memory of the KV cache; None: a share of the free memory
         vision: Vision | None = None,  # of a model that sees images
     ) -> None:
-        self._model, self._source, self._vision = model, source, vision
+        self._model, self._source_model, self._vision = model, source, vision
         causal = get_causal_lm(model)
         if deterministic and routes_tokens(causal):
             reason = "the batches of its experts depend on timing, so it has no deterministic mode"
@@ -103,8 +103,8 @@ class NativeEngine:
             reason = "its image tokens see later ones, so it has no deterministic mode with images"
             raise make_error(causal.config.model_type, reason)
         on_cuda = causal.device.type == "cuda"
-        rope_of = vision.compute_rope if vision is not None and vision.has_rope else None
-        self._table = SlotTable(slots, max_length, deterministic=deterministic, rope_of=rope_of)
+        get_rope = vision.compute_rope if vision is not None and vision.has_rope else None
+        self._table = SlotTable(slots, max_length, deterministic=deterministic, get_rope=get_rope)
         self._runner = AsyncRunner(causal, self._table, cache_bytes, vision)
         is_recurrent = bool(self._runner.states.shapes)
         if on_cuda and not self._runner.tiled and not is_recurrent and vision is None:
@@ -113,10 +113,10 @@ class NativeEngine:
         self._runner.launches_ahead = self._runner.tiled
         # The contents of the draft table depend on timing, so deterministic mode has none. Recurrent layers cannot take
         # back a wrong draft.
-        self._drafts = DraftTable() if guesses and not deterministic and not is_recurrent else None
-        guesses = min(guesses, MARGIN_TOKENS - 1)  # pages are reserved for MARGIN_TOKENS tokens
+        self._drafts = DraftTable() if max_guesses and not deterministic and not is_recurrent else None
+        max_guesses = min(max_guesses, MARGIN_TOKENS - 1)  # pages are reserved for MARGIN_TOKENS tokens
         token_budget = prefill_tokens or (8192 if self._runner.tiled else 4096 if on_cuda else 1024)
-        self._planner = StepPlanner(self._table, token_budget, self._drafts, guesses, few_shapes=on_cuda)
+        self._planner = StepPlanner(self._table, token_budget, self._drafts, max_guesses, few_shapes=on_cuda)
         self._planner.tiled = self._runner.tiled
         self._planner.has_images = vision is not None
         self._planner.keeps_images_whole = vision is not None and vision.sees_whole_images
@@ -125,10 +125,10 @@ class NativeEngine:
         self.policy_version = 0
         # Less than requested if the cache holds no sequence of that length.
         self.max_length = self._table.max_length
-        self.sessions = 0  # currently open
+        self.num_sessions = 0  # currently open
         self.stats = self._table.stats
         self._deterministic = deterministic
-        self._num_opened = 0  # sessions so far
+        self._num_opened_sessions = 0  # sessions so far
         # Shared with the worker, under the lock: the inbox, whether the worker runs, whether new turns are held.
         self._lock = threading.RLock()  # the garbage collector may close a session in a thread that has it
         self._inbox: deque[SamplingRequest | SessionSlot] = deque()
@@ -146,15 +146,15 @@ class NativeEngine:
         return self._model
 
     def session(self) -> NativeSession:
-        if self._deterministic and not self.sessions:
+        if self._deterministic and not self.num_sessions:
             # The next session gets the first slot, so that a batch does not depend on earlier ones.
-            while self._num_opened % self._table.num_slots:
-                self._num_opened += 1
-                self._post_message(SessionSlot(self._num_opened - 1, is_closed=True))
-        self._num_opened += 1
+            while self._num_opened_sessions % self._table.num_slots:
+                self._num_opened_sessions += 1
+                self._post_message(SessionSlot(self._num_opened_sessions - 1, is_closed=True))
+        self._num_opened_sessions += 1
         with self._lock:
-            self.sessions += 1
-        return NativeSession(self, self._num_opened - 1)
+            self.num_sessions += 1
+        return NativeSession(self, self._num_opened_sessions - 1)
 
     async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         with contextlib.closing(self.session()) as session:
@@ -176,7 +176,7 @@ class NativeEngine:
                 idle_future.set_result(None)
         try:
             await idle_future
-            if self._source is not None:
+            if self._source_model is not None:
                 await loop.run_in_executor(self._pool, self._copy_weights)
             self._table.forget_tokens()
             self._runner.refresh()
@@ -186,12 +186,12 @@ class NativeEngine:
         finally:
             with self._lock:
                 self._on_idle = None
-                self._wake()
+                self._start_worker()
 
     @torch.no_grad()
     def _copy_weights(self) -> None:
         """Copy the trained weights in place, because CUDA graphs read these tensors. Other weights are shared."""
-        for target, source in zip(self._model.parameters(), self._source.parameters(), strict=True):
+        for target, source in zip(self._model.parameters(), self._source_model.parameters(), strict=True):
             if target is not source:
                 target.copy_(source)
 
@@ -201,7 +201,7 @@ class NativeEngine:
         pages, stats = self._table.pages, self.stats
         metrics = {}
         if self._table.snapshots is not None:
-            metrics["cache/recomputed_tokens"] = float(stats.recomputed)
+            metrics["cache/recomputed_tokens"] = float(stats.recomputed_tokens)
         if pages.fixed:
             return metrics
         return metrics | {
@@ -236,7 +236,7 @@ class NativeEngine:
             raise ValueError(
                 f"the prompt has {num_tokens} tokens, but max_length={max_tokens + 1} allows at most {max_tokens}"
             )
-        num_ids = self._runner.vocabulary
+        num_ids = self._runner.vocabulary_size
         prompt = np.frombuffer(pack(f"{num_tokens}q", *prompt_ids), np.int64)  # twice as fast as np.array
         if prompt.view(np.uint64).max() >= num_ids:  # unsigned, so that negative ids are large
             invalid = [token for token in prompt_ids if not 0 <= token < num_ids]
@@ -249,9 +249,9 @@ class NativeEngine:
     def _post_message(self, message: SamplingRequest | SessionSlot) -> None:
         with self._lock:
             self._inbox.append(message)
-            self._wake()
+            self._start_worker()
 
-    def _wake(self) -> None:
+    def _start_worker(self) -> None:
         """Start the worker if a request is waiting. The caller must have the lock."""
         if self._is_working or self._on_idle is not None:
             return
@@ -298,12 +298,12 @@ class NativeEngine:
                 if request is not None and (request is message or request.session_slot is message):
                     self._drop_request(request)
             if isinstance(message, SessionSlot):
-                self._table.close(message)
+                self._table.close_session(message)
 
     def _drop_request(self, request: SamplingRequest) -> None:
         slot = request.session_slot.slot
         if slot is not None and self._table.requests[slot] is request:
-            self._table.abandon(slot)
+            self._table.abandon_turn(slot)
         else:
             self._waiting_requests.remove(request)
         if not request.is_cancelled:
@@ -314,11 +314,11 @@ class NativeEngine:
         only requests that were preempted after they had sampled tokens."""
         if not self._waiting_requests:
             return
-        admission, place_request = AdmissionRound(), self._table.admit
+        admission, admit_request = AdmissionRound(), self._table.admit_request
         self._waiting_requests = deque(
             request
             for request in self._waiting_requests
-            if (resumed_only and not len(request.sampled_logprobs)) or not place_request(request, admission)
+            if (resumed_only and not len(request.sampled_logprobs)) or not admit_request(request, admission)
         )
         self._requeue_preempted()
         self._runner.copy_pages()
@@ -330,12 +330,12 @@ class NativeEngine:
 
     def _run_step(self) -> None:
         self._compact_slots()
-        self._table.reserve()
+        self._table.reserve_pages()
         self._requeue_preempted()
         if self._runner.launches_ahead and (self._drafts is None or 0 <= self._steps_ahead < MAX_STEPS_AHEAD):
             self._launch_step(self._planner.plan(with_guesses=False))
             return
-        self._fetch_flight()
+        self._fetch_in_flight_step()
         plan = self._planner.plan()
         if self._runner.launches_ahead and plan.guesses is None:
             self._launch_step(plan)
@@ -346,32 +346,32 @@ class NativeEngine:
 
     def _launch_step(self, plan: StepPlan) -> None:
         """Launch the next step, then record the tokens of the previous one. Tokens after a stop are dropped."""
-        previous_flight, self._flight = self._flight, None
+        previous_step, self._flight = self._flight, None
         if len(plan.dense) or len(plan.slots):
             self._flight = self._runner.launch(plan)
             self._count_step(plan, 1 + (self._flight.num_first < len(self._flight.slots)))
         self._steps_ahead += 1
-        if previous_flight is not None:
-            self._record_sampled(self._runner.land(previous_flight))
+        if previous_step is not None:
+            self._record_sampled(self._runner.fetch_tokens(previous_step))
 
-    def _fetch_flight(self) -> None:
-        flight, self._flight = self._flight, None
-        if flight is not None:
-            self._record_sampled(self._runner.land(flight))
+    def _fetch_in_flight_step(self) -> None:
+        in_flight_step, self._flight = self._flight, None
+        if in_flight_step is not None:
+            self._record_sampled(self._runner.fetch_tokens(in_flight_step))
 
-    def _count_step(self, plan: StepPlan, num_legs: int = 1) -> None:
+    def _count_step(self, plan: StepPlan, num_forwards: int = 1) -> None:
         stats = self.stats
-        stats.prefilled += int(plan.counts.sum())
-        stats.guessed += int(plan.guess_counts.sum())
-        stats.forwards += num_legs
-        stats.decodes += num_legs if plan.rows else 0
-        stats.rows += (plan.rows if plan.feeds_unused else len(plan.dense)) * num_legs
+        stats.prefilled_tokens += int(plan.counts.sum())
+        stats.guessed_tokens += int(plan.guess_counts.sum())
+        stats.forwards += num_forwards
+        stats.decode_forwards += num_forwards if plan.rows else 0
+        stats.decoded_rows += (plan.rows if plan.feeds_unused else len(plan.dense)) * num_forwards
 
     def _record_sampled(self, sampled: SampledTokens) -> None:
         """Write the sampled tokens to the slot table, and deliver the completions of finished turns."""
         table = self._table
-        self.stats.sampled += len(sampled.slots)
-        finished_requests = [table.finish(slot, self.policy_version) for slot in table.accept(*sampled)]
+        self.stats.sampled_tokens += len(sampled.slots)
+        finished_requests = [table.finish_turn(slot, self.policy_version) for slot in table.accept(*sampled)]
         if self._drafts is not None and len(sampled.slots) < GUESSED_TOKENS:  # with more rows, no drafts
             contexts = table.get_recent_tokens(sampled.slots, sampled.positions, CONTEXT_TOKENS)
             self._drafts.learn(contexts, sampled.tokens)
@@ -379,15 +379,15 @@ class NativeEngine:
             self._deliver_results(finished_requests)
 
     def _compact_slots(self) -> None:
-        """Move running slots to the front after COMPACT_AFTER sparse steps (CUDA graphs only)."""
+        """Move running slots to the front after COMPACT_AFTER_STEPS sparse steps (CUDA graphs only)."""
         if not self._planner.few_shapes:
             return
         slot_pairs = find_exchanges(self._table)
         self._sparse_steps = self._sparse_steps + 1 if slot_pairs else 0
-        if self._sparse_steps < COMPACT_AFTER:
+        if self._sparse_steps < COMPACT_AFTER_STEPS:
             return
         self._sparse_steps = 0
-        self._fetch_flight()
+        self._fetch_in_flight_step()
         slot_pairs = find_exchanges(self._table)
         if not slot_pairs:
             return

@@ -58,12 +58,12 @@ def apply_filters(
     top_k_mass = torch.where(ranks < top_k[:, None], sorted_weights, 0.0)
     mass_sums = top_k_mass.cumsum(-1, dtype=torch.float64)
     mass_before = mass_sums - top_k_mass  # the mass of everything more likely
-    in_top_p = (mass_before < top_p[:, None] * mass_sums[:, -1:]) | (top_p[:, None] >= 1)
-    in_top_p &= sorted_weights >= min_p[:, None] * sorted_weights[:, :1]
-    return torch.zeros_like(weights).scatter_(-1, token_order, torch.where(in_top_p, top_k_mass, 0.0))
+    is_kept = (mass_before < top_p[:, None] * mass_sums[:, -1:]) | (top_p[:, None] >= 1)
+    is_kept &= sorted_weights >= min_p[:, None] * sorted_weights[:, :1]
+    return torch.zeros_like(weights).scatter_(-1, token_order, torch.where(is_kept, top_k_mass, 0.0))
 
 
-def draw(
+def draw_tokens(
     weights: torch.Tensor, uniform: torch.Tensor, rows: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the first token at which the cumulative sum of the weights [M, V] exceeds uniform [M] times their total,
@@ -108,9 +108,9 @@ def pick(
         logits = logits / torch.where(temperature > 0, temperature, 1.0)[:, None].float()
     shifted = logits - logits.amax(-1, keepdim=True)
     weights = shifted.exp()
-    tokens, total_mass = draw(weights, uniform, rows)
+    tokens, total_mass = draw_tokens(weights, uniform, rows)
     if filters:
-        tokens, _ = draw(apply_filters(weights, *filters), uniform)
+        tokens, _ = draw_tokens(apply_filters(weights, *filters), uniform)
     if temperature is not None:
         tokens = torch.where(temperature[:, None] > 0, tokens, logits.argmax(-1, keepdim=True))
     # NaN logits can give a token out of range; the caller detects them by the log-prob.

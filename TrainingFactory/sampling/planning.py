@@ -8,7 +8,7 @@ import numpy as np
 
 from TrainingFactory.common.image_tokens import VIRTUAL, find_image_end
 from TrainingFactory.sampling.drafts import CONTEXT_TOKENS, DraftTable
-from TrainingFactory.sampling.gpu.graphs import SPANS, choose_span, round_up_rows
+from TrainingFactory.sampling.gpu.graphs import SPANS, choose_row_tokens, round_up_rows
 from TrainingFactory.sampling.table import CHUNK, SlotTable
 
 EMPTY = np.zeros(0, np.int64)
@@ -56,13 +56,13 @@ class StepPlanner:
         dense_slots, prefill_queue = running_slots[~is_prefilling], running_slots[is_prefilling]
         if table.deterministic:
             return self._plan_deterministic_step(dense_slots, prefill_queue)
-        rows = int(dense_slots[-1]) + 1 if len(dense_slots) else 0
-        if self.few_shapes and rows:
-            rows = round_up_rows(rows, table.num_slots)
+        num_rows = int(dense_slots[-1]) + 1 if len(dense_slots) else 0
+        if self.few_shapes and num_rows:
+            num_rows = round_up_rows(num_rows, table.num_slots)
         chunk_slots, counts, max_count, budget = [], [], 0, self.prefill_tokens
-        if self.tiled and rows:
+        if self.tiled and num_rows:
             waiting_tokens = (table.chunked[prefill_queue] - table.stored[prefill_queue]).sum()
-            budget = min(budget, next((limit for limit in PIECES[1:] if waiting_tokens <= 2 * limit), budget))
+            budget = min(budget, next((size for size in PIECES[1:] if waiting_tokens <= 2 * size), budget))
         for slot in prefill_queue[table.used[prefill_queue].argsort(kind="stable")].tolist():
             count = min(table.find_chunk_end(slot) - int(table.stored[slot]), budget)
             if self.keeps_images_whole:
@@ -80,15 +80,15 @@ class StepPlanner:
         if self.has_images and self._shows_images(slots, chunk_counts, dense_slots):
             # The host must know the other tokens of a step with images: one may be the model's placeholder.
             dense_slots = dense_slots[table.in_flight[dense_slots] == 0]
-            rows = rows if len(dense_slots) else 0
-        plan = StepPlan(dense_slots, rows, self.few_shapes, slots=slots, counts=chunk_counts)
+            num_rows = num_rows if len(dense_slots) else 0
+        plan = StepPlan(dense_slots, num_rows, self.few_shapes, slots=slots, counts=chunk_counts)
         if len(dense_slots) and with_guesses:
             self._add_further_tokens(plan)
         return plan
 
-    def _shows_images(self, slots: np.ndarray, token_counts: np.ndarray, dense: np.ndarray) -> bool:
+    def _shows_images(self, slots: np.ndarray, token_counts: np.ndarray, dense_slots: np.ndarray) -> bool:
         table = self.table
-        return bool((table.ids[dense, table.stored[dense]] >= VIRTUAL).any()) or any(
+        return bool((table.ids[dense_slots, table.stored[dense_slots]] >= VIRTUAL).any()) or any(
             (table.ids[slot, table.stored[slot] : table.stored[slot] + count] >= VIRTUAL).any()
             for slot, count in zip(slots, token_counts, strict=True)
         )
@@ -109,7 +109,7 @@ class StepPlanner:
             guess_counts = np.minimum(guess_counts, table.limit[plan.dense] - known_lengths - 1)
         if self.few_shapes:
             self._use_known_tokens(plan.dense, known_lengths, guesses, guess_counts)
-            plan.span = choose_span(guess_counts, plan.rows, 1 + max_guesses)
+            plan.span = choose_row_tokens(guess_counts, plan.rows, 1 + max_guesses)
             guess_counts = np.minimum(guess_counts, max(plan.span - 1, 0))
         if guess_counts.any():
             plan.guesses, plan.guess_counts = guesses, guess_counts

@@ -14,18 +14,18 @@ from TrainingFactory.types import Completion, SamplingParams
 class EngineStats:
     """Counters of an engine, since it was created."""
 
-    prefilled: int = 0  # prompt and reply tokens fed in chunks, including twins that are computed only once
-    shared: int = 0  # prompt tokens shared with another slot, or still present in a freed one
+    prefilled_tokens: int = 0  # of prompts and replies, fed in chunks; twins count, though computed only once
+    shared_tokens: int = 0  # prompt tokens shared with another slot, or still present in a freed one
     kept_tokens: int = 0  # tokens of earlier turns that are still in the session's slot
-    sampled: int = 0
+    sampled_tokens: int = 0
     forwards: int = 0
-    decodes: int = 0  # forwards with decoding rows
-    rows: int = 0  # decoding rows fed, including unused rows if they are fed
-    guessed: int = 0  # draft tokens fed
+    decode_forwards: int = 0  # forwards with decoding rows
+    decoded_rows: int = 0  # decoding rows fed, including unused rows if they are fed
+    guessed_tokens: int = 0  # draft tokens fed
     evictions: int = 0  # sessions that lost their slot to another one
     preemptions: int = 0  # sessions that released their pages to an older one
     # Cached tokens fed again, because no state of the recurrent layers was stored after them.
-    recomputed: int = 0
+    recomputed_tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -54,5 +54,5 @@ class SamplingRequest:
 class AdmissionRound:
     """State of one pass over the waiting requests, which start in free slots."""
 
-    must_wait: set[bytes] = field(default_factory=set)  # prompts that wait; equal prompts wait too
+    waiting_prompts: set[bytes] = field(default_factory=set)  # prompts that wait; equal prompts wait too
     is_full: bool = False  # no slot is free, and no idle session can be evicted

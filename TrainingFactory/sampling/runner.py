@@ -23,7 +23,7 @@ from TrainingFactory.sampling.batches import (
 )
 from TrainingFactory.sampling.cache.attention import AttentionPart, StepContext
 from TrainingFactory.sampling.cache.pages import PAGE, CachePages
-from TrainingFactory.sampling.cache.states import ModelStates, StateCache, StateRows, chunk_rows, dense_rows
+from TrainingFactory.sampling.cache.states import ModelStates, StateCache, StateRows, make_chunks, make_dense
 from TrainingFactory.sampling.cache.store import LayerShape, PagedCache, get_free_memory, list_windows
 from TrainingFactory.sampling.cache.view import (
     ATTENTION_NAME,
@@ -58,7 +58,7 @@ class Runner:
         check_model(model)
         self.model, self.table, self.vision = model, table, vision
         embeddings: Any = model.get_input_embeddings()
-        self.vocabulary: int = embeddings.num_embeddings
+        self.vocabulary_size: int = embeddings.num_embeddings
         self.device: torch.device = embeddings.weight.device
         self.model_type = model.config.model_type
         self._get_fused_class: Callable[[torch.nn.Module], type[torch.nn.Module] | None] | None = None
@@ -71,8 +71,8 @@ class Runner:
         size_cache(table, self.shapes, memory_bytes, lazy=cache_bytes is None and self.device.type == "cpu")
         self.max_width = round_up(table.max_length, 64)
         self.cache: PagedCache | None = None
-        self._positions = torch.arange(max(self.max_width, 64), device=self.device)
-        self._zero = torch.zeros((), dtype=self.dtype, device=self.device)
+        self._all_positions = torch.arange(max(self.max_width, 64), device=self.device)
+        self._zero_bias = torch.zeros((), dtype=self.dtype, device=self.device)
         self._masked_bias = torch.full((), -torch.inf, dtype=self.dtype, device=self.device)
         is_supported = all(shape.key_size == shape.value_size for shape in self.shapes)
         self._is_fused = is_supported and self.device.type == "cpu"  # by the CPU's fused kernel
@@ -114,13 +114,13 @@ class Runner:
         """Raise ValueError if, for the majority of tokens, the logits of a chunk or of dense rows differ from the
         logits with the model's own attention. Differences at a few tokens are accepted, because the 16-bit logits of a
         trained model depend much on the order of summation there."""
-        ids = (self._positions[:15] + 1000) % self.vocabulary  # the first ids are special tokens
+        ids = (self._all_positions[:15] + 1000) % self.vocabulary_size  # the first ids are special tokens
         eager_model = make_view(self.model, "eager")
-        expected = eager_model(input_ids=ids[None], use_cache=False).logits[0].float()
+        expected_logits = eager_model(input_ids=ids[None], use_cache=False).logits[0].float()
         windows = list_windows(self.shapes)
         cache = PagedCache(CachePages(1, 64, windows, [64 // PAGE] * len(windows), fixed=True), self.shapes)
         states, logits = StateCache(self.states.shapes, 1), []
-        for positions in self._positions[:15].split([8] + 7 * [1]):
+        for positions in self._all_positions[:15].split([8] + 7 * [1]):
             part = AttentionPart(slice(0, 1), positions[None], 64, self._make_attention_mask)
             step_parts: Any = {"dense": part, "num_dense": 1} if len(positions) == 1 else {"chunks": part}
             row = StateRows(slice(0, len(positions)), slice(0, 1), 1, is_new=int(positions[0]) == 0)
@@ -130,13 +130,13 @@ class Runner:
                 self._compute_logits(ids[positions], positions, self._add_kernel_inputs(step, positions), 0)
             )
         engine_logits = torch.cat(logits).float()
-        error = _measure_error(engine_logits, expected)
+        error = _measure_error(engine_logits, expected_logits)
         if error < (0.01 if self.dtype == torch.float32 else 0.1):
             return
         # The 16-bit logits of some models (Gemma 3 after SFT) are that far from float32 in every implementation.
         exact = None if self.dtype == torch.float32 else _compute_float32_logits(eager_model, ids)
-        own_error = 0.0 if exact is None else _measure_error(expected, exact)
-        if exact is None or not _measure_error(engine_logits, exact) < min(2 * own_error, 0.5):
+        model_error = 0.0 if exact is None else _measure_error(expected_logits, exact)
+        if exact is None or not _measure_error(engine_logits, exact) < min(2 * model_error, 0.5):
             raise make_error(
                 self.model_type, f"its logits through the slot cache are off by {error:.1%} of their spread"
             )
@@ -153,7 +153,7 @@ class Runner:
         if self.cache is None:
             self._weights_moved = True
             self.cache = PagedCache(self.table.pages, self.shapes)
-        self.cache.upload()
+        self.cache.upload_tables()
         self.states.prepare(self.table.snapshots, allocate=is_new)
         return self.cache
 
@@ -200,8 +200,8 @@ class Runner:
     def _feed_tokens(
         self, plan: StepPlan, cache: PagedCache, dense_end: int, chunk_end: int
     ) -> tuple[FlatBatch, torch.Tensor | None]:
-        trunk = self.find_shared_prefix(plan.dense)
-        batch = flatten_plan(self.table, plan, trunk)
+        prefix = self.find_shared_prefix(plan.dense)
+        batch = flatten_plan(self.table, plan, prefix)
         draws = make_draw_inputs(self.table, batch)
         widths = self.round_width(dense_end), self.round_width(chunk_end)
         samples = None
@@ -209,7 +209,7 @@ class Runner:
         if is_recorded and not self._shows_images(batch):
             samples = self._replay_graph(plan, cache, batch, draws, widths[0])
         if samples is None:
-            samples = self._forward_and_draw(plan, batch, StepContext(cache=cache), draws, widths, trunk)
+            samples = self._forward_and_draw(plan, batch, StepContext(cache=cache), draws, widths, prefix)
         return batch, samples
 
     def _shows_images(self, batch: FlatBatch) -> bool:
@@ -229,20 +229,20 @@ class Runner:
         twin_rows = self._find_twin_rows(plan, batch)
         leader_plan = plan if twin_rows is None else select_leaders(plan, twin_rows)
         if self.states.cache is not None:
-            dense = batch.slots[: int(batch.fed_counts.sum())]
-            dense_states = [dense_rows(dense, self.table.num_slots, self.device)] if len(dense) else []
-            self.states.begin(self.states.cache, [*dense_states, *self._make_chunk_rows(plan, len(dense))])
-        rows, fed_counts = slice(0, plan.rows), batch.fed_counts
+            slots = batch.slots[: int(batch.fed_counts.sum())]
+            dense_states = [make_dense(slots, self.table.num_slots, self.device)] if len(slots) else []
+            self.states.begin(self.states.cache, [*dense_states, *self._make_chunk_rows(plan, len(slots))])
+        row_slots, fed_counts = slice(0, plan.rows), batch.fed_counts
         if not plan.feeds_unused:
-            rows, fed_counts = cover_slots(leader_plan.dense, batch.fed_counts[leader_plan.dense])
-        chunks, counts = cover_slots(leader_plan.slots, leader_plan.counts)
-        rope = EMPTY if self.table.rope_of is None else select_rope(self.table, batch.slots, batch.positions)
+            row_slots, fed_counts = cover_slots(leader_plan.dense, batch.fed_counts[leader_plan.dense])
+        chunk_slots, counts = cover_slots(leader_plan.slots, leader_plan.counts)
+        rope = EMPTY if self.table.get_rope is None else select_rope(self.table, batch.slots, batch.positions)
         arrays = make_step_inputs(batch, self._locate_tokens(batch), twin_rows, fed_counts, counts, rope)
-        images: dict[str, Any] = {}
+        image_inputs: dict[str, Any] = {}
         if self.vision is not None:
             if self.vision.sees_whole_images:
                 arrays = arrays._replace(ends=self.vision.compute_image_ends(arrays.tokens, arrays.positions))
-            ids, images = self.vision.make_model_inputs(self.model, arrays.tokens[None])
+            ids, image_inputs = self.vision.make_model_inputs(self.model, arrays.tokens[None])
             arrays = arrays._replace(tokens=ids[0])
         tensors = to_device([*arrays, *draws.tensors], self.device)
         inputs = StepInputs(*tensors[: len(arrays)])
@@ -252,20 +252,20 @@ class Runner:
         if plan.rows:
             token_range = slice(0, step.num_dense)
             step.dense = self._make_attention_part(
-                rows, inputs, token_range, (inputs.dense_pad, inputs.dense_unpad), widths[0]
+                row_slots, inputs, token_range, (inputs.dense_pad, inputs.dense_unpad), widths[0]
             )
-            step.dense.trunk, step.dense.trunk_slot = prefix_length, int(leader_plan.dense[0])
+            step.dense.prefix_length, step.dense.prefix_slot = prefix_length, int(leader_plan.dense[0])
         if len(leader_plan.slots):
             token_range = slice(step.num_dense, None)
             step.chunks = self._make_attention_part(
-                chunks, inputs, token_range, (inputs.chunk_pad, inputs.chunk_unpad), widths[1]
+                chunk_slots, inputs, token_range, (inputs.chunk_pad, inputs.chunk_unpad), widths[1]
             )
-            step.chunks.trunk = self.find_shared_prefix(leader_plan.slots)
-            step.chunks.trunk_slot = int(leader_plan.slots[0])
+            step.chunks.prefix_length = self.find_shared_prefix(leader_plan.slots)
+            step.chunks.prefix_slot = int(leader_plan.slots[0])
         ids = inputs.tokens if not self.table.in_flight.any() else self._fill_in_flight_tokens(inputs.tokens)
         positions = inputs.rope.unflatten(0, (3, -1)) if len(rope) else inputs.positions
         logit_tokens = inputs.logit_tokens if len(plan.slots) else 0
-        logits = self._compute_logits(ids, positions, step, logit_tokens, images)
+        logits = self._compute_logits(ids, positions, step, logit_tokens, image_inputs)
         if not batch.is_used.any():
             return None
         draw_inputs = DrawInputs(*tensors[len(arrays) :])
@@ -279,26 +279,26 @@ class Runner:
         """Return the rows that recurrent layers prefill. They begin after `num_dense` tokens of decoding rows."""
         positions = self.table.stored[plan.slots]
         first_token = int(positions[0]) % CHUNK if self.table.deterministic and len(positions) else num_dense
-        return chunk_rows(plan.slots, plan.counts, positions, first_token, self.device)
+        return make_chunks(plan.slots, plan.counts, positions, first_token, self.device)
 
     def _make_graph_inputs(
-        self, tokens: np.ndarray, slots: np.ndarray, positions: np.ndarray, dense: int, rows: np.ndarray,
+        self, tokens: np.ndarray, slots: np.ndarray, positions: np.ndarray, num_dense_tokens: int, rows: np.ndarray,
         is_used: np.ndarray, logit_tokens: np.ndarray = EMPTY,
     ) -> GraphInputs[np.ndarray]:  # fmt: skip
         """Return the inputs of a forward that feeds the tokens [N] to `slots` [N] and draws for the slots `rows` [M].
-        The first `dense` tokens belong to decoding rows."""
+        The first `num_dense_tokens` tokens belong to decoding rows."""
         table = self.table
         cache_positions = table.pages.locate(slots, positions).ravel()
         target_slots = np.where(is_used, rows, table.num_slots)
         rope = EMPTY
-        if table.rope_of is not None:
+        if table.get_rope is not None:
             rope = select_rope(table, slots, positions).T.ravel().astype(np.int64)
         inputs = GraphInputs(
             tokens, positions, cache_positions, logit_tokens, target_slots, rope, EMPTY, EMPTY
         )
         if not self.states.shapes:
             return inputs
-        return inputs._replace(state_slots=slots[:dense], stops=table.stops[rows].ravel())
+        return inputs._replace(state_slots=slots[:num_dense_tokens], stops=table.stops[rows].ravel())
 
     def _prepare_states(self, inputs: GraphInputs[torch.Tensor], chunks: Sequence[StateRows] = ()) -> None:
         """Prepare the states of the recurrent layers for a forward: those of its decoding rows, then those of its
@@ -334,13 +334,13 @@ class Runner:
 
     def _compute_logits(
         self, ids: torch.Tensor, positions: torch.Tensor, step: StepContext, logit_tokens: torch.Tensor | int,
-        images: dict[str, Any] | None = None,
+        image_inputs: dict[str, Any] | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Return the logits [M, V] of `logit_tokens`, or of all tokens if it is 0. `positions` are [N] or [3, N];
-        `images` are the arguments of the forward for the images among the tokens."""
+        `image_inputs` are the arguments of the forward for the images among the tokens."""
         output = self.view(
             input_ids=ids[None], position_ids=positions.unsqueeze(-2), use_cache=False, tfactory_step=step,
-            logits_to_keep=logit_tokens, **(images or {}),
+            logits_to_keep=logit_tokens, **(image_inputs or {}),
         )  # fmt: skip
         return output.logits[0]
 
@@ -365,14 +365,14 @@ class Runner:
             logits = self._compute_logits(inputs.tokens, self._select_rotary_input(inputs), context, 0)
             return pick(logits, draws.uniform, draws.temperature)
 
-        self._check_graphs(cache)
+        self._drop_stale_graphs(cache)
         arrays, dry_arrays = (
             [*leg, *draws.tensors] for leg in (inputs, inputs.without_effects(self.table.num_slots))
         )
         key = plan.rows, plan.span, width, *map(len, arrays)
         return self._graphs.run(key, arrays, dry_arrays, run_step)
 
-    def _check_graphs(self, cache: PagedCache) -> None:
+    def _drop_stale_graphs(self, cache: PagedCache) -> None:
         if self._weights_moved and self._graphs is not None:
             tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
             tensors += self.states.cache.tensors if self.states.cache is not None else []
@@ -403,13 +403,13 @@ class Runner:
     ) -> torch.Tensor:
         """Return the additive attention mask [rows, 1, T, width] of tokens at `positions` [rows, T]. It is causal, or
         with `ends` each token attends up to its entry in `ends`."""
-        if window is None and self.vision is not None and self.vision.whole_in_windows_only:
+        if window is None and self.vision is not None and self.vision.sees_whole_in_windows_only:
             ends = None
-        cached_positions, positions = self._positions[:width], positions[:, None, :, None]
+        cached_positions, positions = self._all_positions[:width], positions[:, None, :, None]
         is_masked = cached_positions > (positions if ends is None else ends[:, None, :, None])
         if window is not None:
             is_masked = is_masked | (cached_positions <= positions - window)
-        return torch.where(is_masked, self._masked_bias, self._zero)
+        return torch.where(is_masked, self._masked_bias, self._zero_bias)
 
 
 def _measure_error(logits: torch.Tensor, expected: torch.Tensor) -> float:

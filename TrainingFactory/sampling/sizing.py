@@ -50,44 +50,44 @@ def size_states(table: SlotTable, shapes: Sequence[StateShape], memory_bytes: in
     return memory_bytes - (num_slots + 1 + table.state_snapshots) * row_bytes
 
 
-def size_cache(table: SlotTable, shapes: Sequence[LayerShape], memory: int, *, lazy: bool) -> None:
+def size_cache(table: SlotTable, shapes: Sequence[LayerShape], memory_bytes: int, *, lazy: bool) -> None:
     """Set the table's number of pages to the most that fit into the memory. Without room for fixed pages, slots share
     the pages of common prefixes; deterministic mode, in which no session may be preempted, has fewer slots. `lazy`: the
     memory is committed only when it is written, and few episodes reach the full length."""
     length = round_up(table.max_length, 64)
-    windows, per_slot = list_windows(shapes), length // PAGE
+    windows, pages_per_slot = list_windows(shapes), length // PAGE
     slot_bytes = length * sum(shape.token_bytes for shape in shapes)
-    fitting_slots = memory * (LAZY_ROOM if lazy else 1) // slot_bytes
+    fitting_slots = memory_bytes * (LAZY_ROOM if lazy else 1) // slot_bytes
     if table.deterministic and fitting_slots < table.num_slots:
         if not fitting_slots:
             raise ValueError(
                 f"the KV cache of one sequence of {table.max_length} tokens needs {slot_bytes / 2**30:.1f} GiB, "
-                f"but {memory / 2**30:.1f} GiB are available. Lower model.max_length."
+                f"but {memory_bytes / 2**30:.1f} GiB are available. Lower model.max_length."
             )
         log.warning(
             "Deterministic sampling with %d slots instead of %d, because the KV cache has %.1f GiB of memory",
-            fitting_slots, table.num_slots, memory / 2**30,
+            fitting_slots, table.num_slots, memory_bytes / 2**30,
         )  # fmt: skip
         table.resize(fitting_slots, table.max_length)
     needed_slots = table.num_slots if shapes[0].device.type == "cpu" else table.num_slots * GPU_ROOM
-    fixed = table.deterministic or fitting_slots >= needed_slots
-    page_counts = [table.num_slots * per_slot] * len(windows)
-    if not fixed:
-        page_counts = plan_pages(shapes, table.num_slots, length, memory)
-    if min(page_counts) < per_slot:
+    has_fixed_pages = table.deterministic or fitting_slots >= needed_slots
+    page_counts = [table.num_slots * pages_per_slot] * len(windows)
+    if not has_fixed_pages:
+        page_counts = plan_pages(shapes, table.num_slots, length, memory_bytes)
+    if min(page_counts) < pages_per_slot:
         max_length = min(page_counts) * PAGE // 64 * 64
         if max_length < 64:
             raise ValueError(
-                f"{memory / 2**30:.2f} GiB are available for the KV cache, which is less than 64 tokens need. "
+                f"{memory_bytes / 2**30:.2f} GiB are available for the KV cache, which is less than 64 tokens need. "
                 "Use a smaller model or raise sampling.cache_gib."
             )
         log.warning(
             "Sequences are truncated at %d tokens instead of %d, because the KV cache has %.1f GiB of memory",
-            max_length, table.max_length, memory / 2**30,
+            max_length, table.max_length, memory_bytes / 2**30,
         )  # fmt: skip
         table.resize(table.num_slots, max_length)
         length = max_length
-    table.pages = CachePages(table.num_slots, length, windows, page_counts, fixed=fixed)
+    table.pages = CachePages(table.num_slots, length, windows, page_counts, fixed=has_fixed_pages)
     if table.state_snapshots:
         table.snapshots = Snapshots(table.num_slots, table.state_snapshots)
 
@@ -110,8 +110,8 @@ def plan_pages(shapes: Sequence[LayerShape], num_slots: int, max_length: int, me
     total = sum(num_pages * num_bytes for num_pages, num_bytes in zip(needed_pages, page_bytes, strict=True))
     if total > memory:  # tables of windows, which are small, get what they need, at most half of the memory
         window_bytes = sum(needed_pages[i] * page_bytes[i] for i in range(1, len(windows)))
-        memory_share = min(1.0, memory / 2 / window_bytes) if window_bytes else 1.0
-        page_counts = [int(num_pages * memory_share) for num_pages in needed_pages]
+        window_share = min(1.0, memory / 2 / window_bytes) if window_bytes else 1.0
+        page_counts = [int(num_pages * window_share) for num_pages in needed_pages]
         remaining_bytes = memory - sum(page_counts[i] * page_bytes[i] for i in range(1, len(windows)))
         page_counts[0] = min(needed_pages[0], remaining_bytes // page_bytes[0])
         needed_pages = [max(1, num_pages) for num_pages in page_counts]

@@ -28,13 +28,13 @@ EVICT_AFTER = 0.2  # seconds that a session must be idle before a waiting reques
 
 class SlotTable:
     """State of all slots as arrays, so that a step has no Python loop over rows. A decoding row feeds up to `ride`
-    tokens that follow a turn; longer replies are prefilled in chunks. `rope_of` maps a prompt to its rotary positions
+    tokens that follow a turn; longer replies are prefilled in chunks. `get_rope` maps a prompt to its rotary positions
     [3, N] and the position after them; None: rotary positions equal token positions."""
 
     def __init__(
-        self, slots: int, max_length: int, *, deterministic: bool = False, ride: int = 1, rope_of: Any = None
+        self, slots: int, max_length: int, *, deterministic: bool = False, ride: int = 1, get_rope: Any = None
     ) -> None:
-        self.deterministic, self.ride, self.rope_of = deterministic, ride, rope_of
+        self.deterministic, self.ride, self.get_rope = deterministic, ride, get_rope
         self.state_snapshots = 0  # most snapshots of recurrent layers; 0: the model has none
         self.preempted: list[SamplingRequest] = []  # running turns that must be admitted again
         self.stats = EngineStats()
@@ -43,11 +43,11 @@ class SlotTable:
     def resize(self, num_slots: int, max_length: int) -> None:
         """Set the number of slots and the longest sequence. No session may be open."""
         self.num_slots, self.max_length = num_slots, max_length
-        per_slot = -(-max_length // PAGE)
-        self.pages = CachePages(num_slots, max_length, [None], [num_slots * per_slot], fixed=True)
+        pages_per_slot = -(-max_length // PAGE)
+        self.pages = CachePages(num_slots, max_length, [None], [num_slots * pages_per_slot], fixed=True)
         self.snapshots: Snapshots | None = None  # for models with recurrent layers
         self.ids = np.zeros((num_slots, max_length), np.int32)
-        self.rope = np.zeros((num_slots, 3, max_length if self.rope_of else 0), np.int32)
+        self.rope = np.zeros((num_slots, 3, max_length if self.get_rope else 0), np.int32)
         self.logprobs = np.zeros((num_slots, max_length), np.float32)
         self.stored = np.zeros(num_slots, np.int64)  # tokens whose keys and values are in the cache
         self.lengths = np.zeros(num_slots, np.int64)  # tokens of the sequence; stored < known while running
@@ -74,22 +74,22 @@ class SlotTable:
         self.requests: list[SamplingRequest | None] = [None] * num_slots
         self.num_changes = 0  # increases whenever a slot gets other tokens
         # Deterministic mode: session i uses slot i mod slots after session i - slots is closed.
-        self._next_session = list(range(num_slots))
-        self._closed_orders: set[int] = set()
+        self._next_session_numbers = list(range(num_slots))
+        self._closed_session_numbers: set[int] = set()
 
     # -- sessions
 
-    def close(self, session_slot: SessionSlot) -> None:
+    def close_session(self, session_slot: SessionSlot) -> None:
         """Release the session's slot. Its keys and values stay in the cache until their pages are needed."""
         if session_slot.slot is not None:
             self.session_slots[session_slot.slot], self.free[session_slot.slot] = None, True
             session_slot.slot = None
         if self.deterministic:
-            self._closed_orders.add(session_slot.order)
+            self._closed_session_numbers.add(session_slot.order)
             slot = session_slot.order % self.num_slots
-            while self._next_session[slot] in self._closed_orders:
-                self._closed_orders.remove(self._next_session[slot])
-                self._next_session[slot] += self.num_slots
+            while self._next_session_numbers[slot] in self._closed_session_numbers:
+                self._closed_session_numbers.remove(self._next_session_numbers[slot])
+                self._next_session_numbers[slot] += self.num_slots
 
     def forget_tokens(self) -> None:
         """Invalidate all cached keys and values, because the weights have changed."""
@@ -117,27 +117,27 @@ class SlotTable:
 
     def find_common_lengths(self, prompt: np.ndarray) -> np.ndarray:
         """Return the length [slots] of the common prefix of each slot's sequence and the prompt."""
-        width = min(len(prompt), int(self.lengths.max()))
-        if width == 0:
+        num_compared = min(len(prompt), int(self.lengths.max()))
+        if num_compared == 0:
             return np.zeros(self.num_slots, np.int64)
-        is_different = self.ids[:, :width] != prompt[:width]
+        is_different = self.ids[:, :num_compared] != prompt[:num_compared]
         first_difference = is_different.argmax(1)
-        first_difference[~is_different[np.arange(self.num_slots), first_difference]] = width
+        first_difference[~is_different[np.arange(self.num_slots), first_difference]] = num_compared
         return np.minimum(first_difference, self.lengths)
 
     def find_shared_prefix(self, slots: np.ndarray) -> int:
         """Return the length of the cached prefix that all these slots have in common."""
-        width = int(self.stored[slots].min())
-        is_common = (self.ids[slots, :width] == self.ids[slots[0], :width]).all(0)
-        return width if is_common.all() else int(is_common.argmin())
+        num_compared = int(self.stored[slots].min())
+        is_common = (self.ids[slots, :num_compared] == self.ids[slots[0], :num_compared]).all(0)
+        return num_compared if is_common.all() else int(is_common.argmin())
 
-    def admit(self, request: SamplingRequest, admission: AdmissionRound) -> bool:
+    def admit_request(self, request: SamplingRequest, admission: AdmissionRound) -> bool:
         """Start the request if a slot and pages are available, and if no other session is just computing a longer
         prefix that the request could share. Return whether it started."""
         current_slot, num_tokens = request.session_slot.slot, len(request.prompt) - 1
         if current_slot is None and not self._has_slot(request.session_slot, admission):
             return False
-        if current_slot is None and request.prompt.tobytes() in admission.must_wait:
+        if current_slot is None and request.prompt.tobytes() in admission.waiting_prompts:
             return False
         stored_length = 0 if current_slot is None else int(self.stored[current_slot])
         is_continuation = 0 < stored_length <= num_tokens and np.array_equal(
@@ -149,14 +149,14 @@ class SlotTable:
             # A session that began with this prompt and has it in the cache: no other prefix is longer.
             prompt_hash = self.hash_tokens(request.prompt, np.arange(num_tokens + 1)).sum()
             has_prompt = (self.prompt_hashes == prompt_hash) & (self.copyable >= num_tokens)
-            prefixes = self.pages.usable(np.where(has_prompt, num_tokens, 0))
+            prefixes = self.pages.get_usable(np.where(has_prompt, num_tokens, 0))
             if prefixes.any():
                 return self._share_prefix(request, int(prefixes.argmax()), num_tokens, prefixes)
         common_lengths = np.minimum(self.find_common_lengths(request.prompt), num_tokens)
-        available = self.pages.usable(np.minimum(common_lengths, self.copyable))
-        prefixes = available if self.snapshots is None else self.snapshots.usable(available, self.stored)
+        usable = self.pages.get_usable(np.minimum(common_lengths, self.copyable))
+        prefixes = usable if self.snapshots is None else self.snapshots.get_usable(usable, self.stored)
         if current_slot is not None and self.snapshots is None:
-            kept_length = int(self.pages.usable(np.minimum(common_lengths, self.stored))[current_slot])
+            kept_length = int(self.pages.get_usable(np.minimum(common_lengths, self.stored))[current_slot])
             if kept_length > prefixes[current_slot]:
                 # Deterministic mode: only this session may reuse the tokens that it has decoded.
                 return self._continue_in_slot(request, current_slot, kept_length)
@@ -168,15 +168,15 @@ class SlotTable:
         if int(next_lengths.max()) >= num_shared + WAIT_FOR and self._pause_prefill_at(
             int(next_lengths.argmax()), next_lengths.max()
         ):
-            admission.must_wait.add(request.prompt.tobytes())
+            admission.waiting_prompts.add(request.prompt.tobytes())
             return False
         if not self._share_prefix(request, source_slot, num_shared, prefixes):
             return False
-        if self.snapshots is not None and (missed_tokens := int(available.max()) - num_shared) > 0:
-            self.stats.recomputed += missed_tokens
-            if missed_tokens >= WAIT_FOR:
+        if self.snapshots is not None and (num_recomputed := int(usable.max()) - num_shared) > 0:
+            self.stats.recomputed_tokens += num_recomputed
+            if num_recomputed >= WAIT_FOR:
                 # For the next prompt with this prefix.
-                self._pause_prefill_at(self._get_request_slot(request), num_shared + missed_tokens)
+                self._pause_prefill_at(self._get_request_slot(request), num_shared + num_recomputed)
         return True
 
     def _pause_prefill_at(self, slot: int, position: int) -> bool:
@@ -193,7 +193,7 @@ class SlotTable:
     def find_chunk_end(self, slot: int) -> int:
         """Return the end of the chunk that the slot prefills next, if the token budget has room for all of it."""
         end = int(self.chunked[slot])
-        return end if self.snapshots is None else self.snapshots.find_stop(slot, int(self.stored[slot]), end)
+        return end if self.snapshots is None else self.snapshots.find_pause(slot, int(self.stored[slot]), end)
 
     def _continue_in_slot(
         self, request: SamplingRequest, slot: int, length: int, *, is_continuation: bool = False
@@ -215,44 +215,46 @@ class SlotTable:
         self._start_request(request, slot, length, is_continuation=is_continuation)
         return True
 
-    def _share_prefix(self, request: SamplingRequest, source: int, shared: int, prefixes: np.ndarray) -> bool:
-        """Start the request in a slot that already has the prompt's first `shared` tokens, or in one that shares them
-        with slot `source`, if enough pages are available. `prefixes` [slots] is the length of the prefix that the
+    def _share_prefix(
+        self, request: SamplingRequest, source: int, num_shared: int, prefixes: np.ndarray
+    ) -> bool:
+        """Start the request in a slot that already has the prompt's first `num_shared` tokens, or in one that shares
+        them with slot `source`, if enough pages are available. `prefixes` [slots] is the length of the prefix that the
         request could reuse from each slot."""
         session_slot = request.session_slot
-        length = len(request.prompt) + MARGIN_TOKENS
-        num_pages = self.pages.count_pages(length)
-        if not self._make_room(num_pages - shared // PAGE + 1, session_slot, [source]):
+        reserved_length = len(request.prompt) + MARGIN_TOKENS
+        num_pages = self.pages.count_pages(reserved_length)
+        if not self._make_room(num_pages - num_shared // PAGE + 1, session_slot, [source]):
             # No running turn will release pages, so place the request without the shared prefix.
             if self.running.any() or not self._make_room(num_pages, session_slot, []):
                 return False
-            shared = 0
-        prefixes = np.minimum(prefixes, self.copyable if shared else 0)  # released slots share nothing
-        previous_slot, slot = session_slot.slot, self._choose_slot(session_slot, prefixes, shared)
-        if prefixes[slot] == shared:
+            num_shared = 0
+        prefixes = np.minimum(prefixes, self.copyable if num_shared else 0)  # released slots share nothing
+        previous_slot, slot = session_slot.slot, self._choose_slot(session_slot, prefixes, num_shared)
+        if prefixes[slot] == num_shared:
             source = slot
-            self.pages.truncate(slot, shared)
+            self.pages.truncate(slot, num_shared)
             if self.snapshots is not None:
                 self.snapshots.stops[slot].clear()
-                self.snapshots.restore(slot, shared, int(self.stored[slot]))
+                self.snapshots.restore(slot, num_shared, int(self.stored[slot]))
         else:
             self.pages.release(slot)
-            self.pages.share(source, slot, shared, length)
+            self.pages.share(source, slot, num_shared, reserved_length)
             if self.snapshots is not None:
-                self.snapshots.share(source, int(self.stored[source]), slot, shared)
+                self.snapshots.share(source, int(self.stored[source]), slot, num_shared)
             self.used[source] = time.monotonic()
         if previous_slot == source:
-            self.stats.kept_tokens += shared
+            self.stats.kept_tokens += num_shared
         else:
-            self.stats.shared += shared
+            self.stats.shared_tokens += num_shared
         self.session_slots[slot], self.free[slot], session_slot.slot = session_slot, False, slot
-        self.copyable[slot] = shared
-        self._start_request(request, slot, shared)
+        self.copyable[slot] = num_shared
+        self._start_request(request, slot, num_shared)
         return True
 
     def _has_slot(self, session_slot: SessionSlot, admission: AdmissionRound) -> bool:
         if self.deterministic:
-            return self._next_session[session_slot.order % self.num_slots] == session_slot.order
+            return self._next_session_numbers[session_slot.order % self.num_slots] == session_slot.order
         admission.is_full = admission.is_full or (not self.free.any() and self._find_longest_idle() is None)
         return not admission.is_full
 
@@ -298,16 +300,16 @@ class SlotTable:
                 self._release_slot(slot)
             if self.pages.num_free >= num_pages:
                 return True
-        youngest_first = self._find_younger(session_slot, kept_slots)
-        if self.pages.num_free + int(self.pages.count_held_pages()[youngest_first].sum()) < num_pages:
+        preemptible_slots = self._find_preemptible(session_slot, kept_slots)
+        if self.pages.num_free + int(self.pages.count_held_pages()[preemptible_slots].sum()) < num_pages:
             return False
-        for slot in youngest_first:
+        for slot in preemptible_slots:
             self._preempt_slot(slot)
             if self.pages.num_free >= num_pages:
                 return True
         return False
 
-    def _find_younger(self, session_slot: SessionSlot, kept_slots: list[int]) -> list[int]:
+    def _find_preemptible(self, session_slot: SessionSlot, kept_slots: list[int]) -> list[int]:
         """Return the slots that may be preempted for a session: the slots of younger sessions. If no turn runs, add
         those of all idle sessions, because a parent session may be waiting for its child session. Idle sessions come
         first, younger ones before older ones."""
@@ -323,7 +325,7 @@ class SlotTable:
         """Take the slot and its pages from the session that holds it. A running turn is admitted again later, with its
         sampled tokens."""
         if self.running[slot]:
-            request = self.stop(slot)
+            request = self.stop_turn(slot)
             length = int(self.lengths[slot])
             turn_start = len(request.prompt) - len(request.sampled_logprobs)
             request.prompt = self.ids[slot, :length].copy()
@@ -342,13 +344,13 @@ class SlotTable:
         for slot_array in (self.stored, self.copyable, self.chunked, self.lengths):
             slot_array[slot] = 0
 
-    def reserve(self) -> None:
+    def reserve_pages(self) -> None:
         """Reserve pages for the next tokens of all running slots. Preempt the youngest sessions if pages run out."""
         if self.pages.fixed:
             return
         capacity = self.pages.count_reserved_tokens()
-        is_short = np.minimum(self.lengths + MARGIN_TOKENS, self.max_length) > capacity
-        if not (is_short & self.running).any():
+        lacks_pages = np.minimum(self.lengths + MARGIN_TOKENS, self.max_length) > capacity
+        if not (lacks_pages & self.running).any():
             return
         # Together with those that will be short soon, because the device's page table must be updated then.
         short_slots = np.flatnonzero(self.running & (self.lengths + (MARGIN_TOKENS + PAGE // 2) > capacity))
@@ -394,8 +396,8 @@ class SlotTable:
         is_first_turn = bool(num_stored <= self.copyable[slot]) if self.deterministic else not is_continuation
         self.num_changes += 1
         self.ids[slot, :length] = prompt
-        if self.rope_of is not None:
-            self.rope[slot, :, :length], next_position = self.rope_of(prompt)
+        if self.get_rope is not None:
+            self.rope[slot, :, :length], next_position = self.get_rope(prompt)
             self.rope[slot, :, length:] = np.arange(next_position, next_position + self.max_length - length)
         self.lengths[slot] = length
         self.hashes[slot] = self.hash_tokens(prompt, np.arange(length)).sum()
@@ -424,7 +426,7 @@ class SlotTable:
         self.used[slot] = time.monotonic()
         self.requests[slot] = request
 
-    def advance(self, slots: np.ndarray, token_counts: np.ndarray | int) -> None:
+    def advance_stored(self, slots: np.ndarray, token_counts: np.ndarray | int) -> None:
         """Record that `token_counts` more tokens of these slots are in the cache."""
         old_lengths = self.stored[slots]
         self.stored[slots] = stored_lengths = old_lengths + token_counts
@@ -458,22 +460,22 @@ class SlotTable:
         """Return a mask of the tokens that are stop tokens of their slots."""
         return (self.stops[slots] == tokens[:, None]).any(1)
 
-    def finish(self, slot: int, version: int) -> tuple[SamplingRequest, Completion]:
-        request = self.stop(slot)
+    def finish_turn(self, slot: int, version: int) -> tuple[SamplingRequest, Completion]:
+        request = self.stop_turn(slot)
         turn_range = slice(len(request.prompt) - len(request.sampled_logprobs), int(self.lengths[slot]))
         tokens = self.ids[slot, turn_range].tolist()
         finish_reason = "stop" if tokens[-1] in request.params.stop_ids else "length"
         return request, Completion(tokens, self.logprobs[slot, turn_range].tolist(), finish_reason, version)
 
-    def abandon(self, slot: int) -> None:
+    def abandon_turn(self, slot: int) -> None:
         """Stop a turn before its end. With recurrent layers, release the slot if tokens are in flight, because they
         have changed its state."""
         in_flight = bool(self.in_flight[slot])
-        self.stop(slot)
+        self.stop_turn(slot)
         if in_flight and self.snapshots is not None:
             self._release_slot(slot)
 
-    def stop(self, slot: int) -> SamplingRequest:
+    def stop_turn(self, slot: int) -> SamplingRequest:
         request = self.requests[slot]
         assert request is not None
         self.requests[slot] = None

@@ -39,7 +39,7 @@ class TileLayout:
     is_recorded: bool = True  # these shapes recur, so that a graph is worth recording
 
     @property
-    def key(self) -> tuple[int, ...]:
+    def graph_key(self) -> tuple[int, ...]:
         return self.chunk_tokens, self.num_chunk_tiles, self.num_group_tiles
 
     def assign_tensors(self, step: StepContext, plan: StepPlan, tensors: list[torch.Tensor]) -> None:
@@ -57,10 +57,10 @@ class TileLayout:
 
 def plan_tiles(plan: StepPlan, table: SlotTable, num_heads: int) -> TileLayout:
     """Return the layout of a plan. `num_heads` is the number of query heads per key head."""
-    tile_tokens, num_dense = max(1, QUERIES // num_heads), plan.rows * (plan.span or 1)
+    tile_tokens, num_dense_tokens = max(1, QUERIES // num_heads), plan.rows * (plan.span or 1)
     layout = TileLayout(int(plan.counts.sum()), 0, 0, tile_tokens, [])
     if len(plan.slots):
-        chunk_tiles = _make_chunk_tiles(plan, num_dense, tile_tokens)
+        chunk_tiles = _make_chunk_tiles(plan, num_dense_tokens, tile_tokens)
         layout.num_chunk_tiles = len(chunk_tiles.slots)
         max_tokens = 2 * max(layout.chunk_tokens, PIECES[1])  # larger sizes would waste too much on padding
         sizes = [size for size in PIECES if layout.chunk_tokens <= size < max_tokens]
@@ -72,10 +72,10 @@ def plan_tiles(plan: StepPlan, table: SlotTable, num_heads: int) -> TileLayout:
         layout.is_recorded = bool(usable_sizes)
         layout.arrays += _pad_tiles(chunk_tiles, layout.num_chunk_tiles, tile_tokens)
     if not plan.span and len(plan.dense) > 3:
-        group_tiles, begins = _make_group_tiles(plan, table, tile_tokens)
+        group_tiles, key_starts = _make_group_tiles(plan, table, tile_tokens)
         if group_tiles is not None:
             layout.num_group_tiles = plan.rows // 2
-            layout.arrays += [*_pad_tiles(group_tiles, layout.num_group_tiles, tile_tokens), begins]
+            layout.arrays += [*_pad_tiles(group_tiles, layout.num_group_tiles, tile_tokens), key_starts]
     return layout
 
 
@@ -120,6 +120,6 @@ def _make_group_tiles(plan: StepPlan, table: SlotTable, tokens: int) -> tuple[Ti
         return None, EMPTY
     members = np.full((len(leaders), tokens), -1)
     members[tile_index, offsets] = rows
-    begins = np.zeros(plan.rows, np.int64)
-    begins[rows] = table.head[rows]
-    return TileArrays(members, leaders, table.head[leaders]), begins
+    key_starts = np.zeros(plan.rows, np.int64)
+    key_starts[rows] = table.head[rows]
+    return TileArrays(members, leaders, table.head[leaders]), key_starts

@@ -17,16 +17,16 @@ class TwinRows(NamedTuple):
     source_tokens: np.ndarray  # [N] which of the U computed tokens equals each token
 
 
-def find_twins(histories: np.ndarray, prompt_hashes: np.ndarray, counts: np.ndarray) -> TwinRows | None:
+def find_twins(histories: np.ndarray, token_hashes: np.ndarray, counts: np.ndarray) -> TwinRows | None:
     """Find the twins among rows that feed `counts` [rows] tokens each. Return None if all rows differ. `histories`
-    [rows] are hashes of the rows' sequences, `prompt_hashes` [N] are hashes of the tokens with their positions."""
+    [rows] are hashes of the rows' sequences, `token_hashes` [N] are hashes of the tokens with their positions."""
     starts = counts.cumsum() - counts
-    hashes = histories + np.add.reduceat(prompt_hashes, starts)
+    hashes = histories + np.add.reduceat(token_hashes, starts)
     _, first_rows, group_indices = np.unique(hashes, return_index=True, return_inverse=True)
     if len(first_rows) == len(counts):
         return None
-    leading_row = first_rows[group_indices]
-    leaders = leading_row == np.arange(len(counts))
-    is_leader = np.repeat(leaders, counts)
-    leader_token = np.arange(len(prompt_hashes)) + np.repeat(starts[leading_row] - starts, counts)  # [N]
-    return TwinRows(leaders, is_leader, (is_leader.cumsum() - 1)[leader_token])
+    leader_rows = first_rows[group_indices]
+    is_leading_row = leader_rows == np.arange(len(counts))
+    is_leader = np.repeat(is_leading_row, counts)
+    leader_token = np.arange(len(token_hashes)) + np.repeat(starts[leader_rows] - starts, counts)  # [N]
+    return TwinRows(is_leading_row, is_leader, (is_leader.cumsum() - 1)[leader_token])

@@ -70,7 +70,7 @@ class VllmEngine:
                 f"sampling.engine is vllm, which needs: pip install 'training-factory[vllm]' ({error})"
             ) from error
         self._llm = AsyncLLM.from_engine_args(make_engine_arguments(self._spec))
-        self._vocabulary = int(self._llm.model_config.get_vocab_size())
+        self._vocab_size = int(self._llm.model_config.get_vocab_size())
         self._reports_versions = hasattr(self._llm, "update_weight_version")  # not in earlier releases
         await self._llm.collective_rpc("tfactory_full_logprobs")
         await self._set_version(0)
@@ -80,7 +80,7 @@ class VllmEngine:
         versions = {name: metadata.version(name) for name in ("torch", "transformers")}
         versions |= {"TrainingFactory": __version__, "python": platform.python_version()}
         versions["vllm"] = import_module("vllm").__version__  # its package has several names
-        process_info = {"pid": os.getpid(), "node": platform.node(), "vocabulary": self._vocabulary}
+        process_info = {"pid": os.getpid(), "node": platform.node(), "vocabulary": self._vocab_size}
         return {**process_info, "versions": versions}
 
     async def sample(
@@ -126,8 +126,8 @@ class VllmEngine:
             raise ValueError(
                 f"the prompt has {num_tokens} tokens, but max_length={max_tokens + 1} allows at most {max_tokens}"
             )
-        if invalid := [token for token in token_ids if not 0 <= token < self._vocabulary]:
-            raise ValueError(f"token id {invalid[0]} is not in the model's vocabulary of {self._vocabulary}")
+        if invalid := [token for token in token_ids if not 0 <= token < self._vocab_size]:
+            raise ValueError(f"token id {invalid[0]} is not in the model's vocabulary of {self._vocab_size}")
 
     async def _sample_turn(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         from vllm import SamplingParams as Params  # pyright: ignore[reportMissingImports]
@@ -215,8 +215,8 @@ class VllmEngine:
         weights_file = Path(weights.folder) / ADAPTER  # the first adapter defines the names and shapes of all
         self._adapter_shapes = await asyncio.to_thread(check_weights, weights_file, self._adapter_shapes)
         lora_request = LoRARequest(f"v{weights.version}", next(self._request_ids), weights.folder)
-        is_first = self._adapter is None
-        if is_first:  # let requests without an adapter finish: next to others they give wrong results
+        is_first_adapter = self._adapter is None
+        if is_first_adapter:  # let requests without an adapter finish: next to others they give wrong results
             await self._llm.pause_generation(mode="wait", clear_cache=True)
         try:
             await self._llm.add_lora(lora_request)
@@ -225,7 +225,7 @@ class VllmEngine:
             raise RuntimeError(f"vLLM {self._unusable_reason}") from error
         self._adapter = lora_request
         await self._set_version(weights.version)
-        if is_first:
+        if is_first_adapter:
             await self._llm.resume_generation()
 
 

@@ -40,7 +40,7 @@ def _without_adapter_wrappers(model: Any) -> Iterator[None]:
     children = [
         (child, parent, name) for parent in model.modules() for name, child in parent.named_children()
     ]
-    wrappers = [child_row for child_row in children if isinstance(child_row[0], BaseLayerWithLoRA)]
+    wrappers = [entry for entry in children if isinstance(entry[0], BaseLayerWithLoRA)]
     for wrapper, parent, name in wrappers:
         setattr(parent, name, wrapper.base_layer)
     try:
@@ -68,16 +68,16 @@ def _repack_tied_head(model: Any) -> None:
                 module.quant_method.process_weights_after_loading(module)
 
 
-def _with_full_logprobs(sample: Any) -> Any:
+def _with_full_logprobs(sample_tokens: Any) -> Any:
     def sample_with_logprobs(logits: torch.Tensor, metadata: Any, *args: Any, **kwargs: Any) -> Any:
         is_filtered = metadata.top_p is not None or metadata.top_k is not None
         is_filtered = is_filtered or any(
             getattr(processor, "min_p_count", 0) for processor in metadata.logitsprocs.argmax_invariant
         )
         if not is_filtered or metadata.max_num_logprobs is None or metadata.temperature is None:
-            return sample(logits, metadata, *args, **kwargs)
+            return sample_tokens(logits, metadata, *args, **kwargs)
         temperature = torch.where(metadata.temperature < 1e-5, 1.0, metadata.temperature)[:, None]
         logprobs = (logits / temperature).log_softmax(-1, dtype=torch.float32)
-        return sample(logits, metadata, *args, **kwargs)[0], logprobs
+        return sample_tokens(logits, metadata, *args, **kwargs)[0], logprobs
 
     return sample_with_logprobs

@@ -12,11 +12,11 @@ from TrainingFactory.data.examples import load_examples
 from TrainingFactory.data.samples import to_samples
 from TrainingFactory.envs import CalculatorEnvironment, SearchEnvironment
 from TrainingFactory.models import chat_format
-from TrainingFactory.models.tiny import tiny_tokenizer
+from TrainingFactory.models.tiny import make_tiny_tokenizer
 from TrainingFactory.training.tokenized_dataset import TokenizedDataset
 from TrainingFactory.types import Sample, Trajectory
 
-TOKENIZER = tiny_tokenizer()
+TOKENIZER = make_tiny_tokenizer()
 CHAT = chat_format(TOKENIZER)
 
 

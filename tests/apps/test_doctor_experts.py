@@ -17,7 +17,7 @@ from TrainingFactory.apps.doctor.checks import check_routers
 from TrainingFactory.apps.doctor.examination import examine
 from TrainingFactory.assembly.router_check import measure_router_mismatch
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.models.tiny import tiny_tokenizer
+from TrainingFactory.models.tiny import make_tiny_tokenizer
 from TrainingFactory.runs.diagnosis import Diagnosis
 from TrainingFactory.runs.tracking import PlainLines
 from TrainingFactory.sampling import NativeEngine
@@ -59,7 +59,7 @@ def test_large_difference_is_a_finding() -> None:
 
 
 def test_dry_run_reports_experts_and_routers(tmp_path: Path) -> None:
-    tokenizer = tiny_tokenizer()
+    tokenizer = make_tiny_tokenizer()
     model = tiny("moe", vocab_size=len(tokenizer))
     model.config.router_aux_loss_coef = 0.02
     model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id

@@ -158,7 +158,7 @@ def test_a_client_that_hangs_up_frees_the_engine(
         assert begun.wait(HANG)
     wait_until(lambda: tiny.get("/health").json()["running"] == 0)
     go_on.set()
-    wait_until(lambda: engine.sessions == 0)
+    wait_until(lambda: engine.num_sessions == 0)
     post(tiny, user(max_tokens=2))
     assert engine.stats.forwards - before <= 5  # of the 550 that were asked for
 

@@ -29,7 +29,7 @@ from tests.kits.serve import (
 from tests.kits.waiting import HANG, wait_until
 from TrainingFactory.agent_api.dialects.routes import CHAT_DIALECT
 from TrainingFactory.common.http import listen
-from TrainingFactory.models.tiny import tiny_tokenizer
+from TrainingFactory.models.tiny import make_tiny_tokenizer
 from TrainingFactory.types import Message, SamplingParams, ToolSpec
 
 # -- a scripted model: tools, reasoning, failures
@@ -99,7 +99,7 @@ def test_text_of_clients_gives_no_control_token() -> None:
     with live(scripted.server()) as client:
         post(client, conversation("harmless"))
         post(client, conversation(bad))
-    controls = set(tiny_tokenizer().get_added_vocab().values())
+    controls = set(make_tiny_tokenizer().get_added_vocab().values())
     harmless, hostile = ([token for token in ids if token in controls] for ids in scripted.prompts)
     assert hostile == harmless and bad in scripted.chat.decode(scripted.prompts[1])
 

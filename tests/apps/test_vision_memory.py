@@ -94,7 +94,7 @@ def test_bytes_of_images() -> None:
     config = TrainingConfig(model={"name": "builtin:tiny-vl", "image_tokens": 256})
     tower = measure_loaded_tower(vision_model("qwen3_vl").model)
     assert tower is not None
-    images = ImageUse(tokens=100, share=0.5, total=3)
+    images = ImageUse(tokens_per_image=100, token_share=0.5, num_images=3)
     parts = get_image_bytes(config, tower, images, 1000, 4)
     assert parts["encoded images"] == 4 * tower.num_outputs * (3 * 100 + 500)
     assert parts["vision activations"] == get_activation_bytes(
@@ -104,7 +104,7 @@ def test_bytes_of_images() -> None:
     assert get_image_bytes(trained, tower, images, 1000, 4)["vision activations"] == get_activation_bytes(
         tower, 2000, False, 4
     )
-    most = get_image_bytes(config, tower, ImageUse.largest(256), 0, 4)
+    most = get_image_bytes(config, tower, ImageUse.make_largest(256), 0, 4)
     assert most["encoded images"] == CACHE_BYTES
 
 
@@ -200,8 +200,8 @@ def test_plan_counts_image_tokens(tmp_path: Path) -> None:
     turns = float(seen.episodes.turns.mean())
     assert seen.episodes.prompt == plain.episodes.prompt + 100
     assert seen.episodes.image_share * seen.episodes.length == pytest.approx(100 + 200 * (turns - 1))
-    assert seen.images.total == pytest.approx((1 + 2 * (turns - 1)) * 3 * 2 * 2)
-    assert plain.images.share == 0 and plain.figures["image_tokens"].value == 1024
+    assert seen.images.num_images == pytest.approx((1 + 2 * (turns - 1)) * 3 * 2 * 2)
+    assert plain.images.token_share == 0 and plain.figures["image_tokens"].value == 1024
     assert seen.estimate_costs(1, 2).prompts > plain.estimate_costs(1, 2).prompts
     trained = TrainingConfig(**SCREEN | {"model": SCREEN["model"] | {"train_tower": True}})
     rates = ["prompt_images=1", "image_tokens=100"]

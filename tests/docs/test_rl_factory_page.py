@@ -14,7 +14,7 @@ from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.integrations.rl_factory import keys
 from TrainingFactory.models import chat_format
 from TrainingFactory.models.families import FAMILIES
-from TrainingFactory.models.tiny import tiny_tokenizer
+from TrainingFactory.models.tiny import make_tiny_tokenizer
 from TrainingFactory.rollout import play
 from TrainingFactory.tools.custom_tools import calculator
 from TrainingFactory.types import Message, ToolCall
@@ -43,7 +43,7 @@ def test_the_printed_environment_and_family_train(tfactory: Run) -> None:
     environment = as_environment_factory(load_environment_file("my_env.py"), {"use_process_reward": True})(
         task, [calculator]
     )
-    found = asyncio.run(play(environment, chat_format(tiny_tokenizer()), script))
+    found = asyncio.run(play(environment, chat_format(make_tiny_tokenizer()), script))
     assert found.reward is not None and (found.reward.outcome, found.reward.steps) == (1.0, [0.1, 0.0])
 
 

@@ -22,12 +22,12 @@ from TrainingFactory.envs.android.adb import Adb, Device, DeviceUnavailable, quo
 from TrainingFactory.envs.android.environment import TOOL_NAMES, AndroidEnvironment
 from TrainingFactory.envs.android.state import TaskState
 from TrainingFactory.models import chat_format
-from TrainingFactory.models.tiny import tiny_tokenizer
+from TrainingFactory.models.tiny import make_tiny_tokenizer
 from TrainingFactory.rollout import play
 from TrainingFactory.types import Image, Message, Task, ToolCall, ToolResult, Trajectory
 
 WIFI = {"type": "setting", "namespace": "global", "key": "wifi_on", "equals": "1"}
-CHAT = chat_format(tiny_tokenizer())
+CHAT = chat_format(make_tiny_tokenizer())
 
 
 @pytest.fixture(scope="module")

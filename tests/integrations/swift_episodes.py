@@ -25,13 +25,13 @@ from TrainingFactory.envs.builtin.search import SearchEnvironment
 from TrainingFactory.integrations.swift import PLUGIN_FILE
 from TrainingFactory.integrations.swift.scheduler import read_task
 from TrainingFactory.models import chat_format
-from TrainingFactory.models.tiny import tiny_tokenizer
+from TrainingFactory.models.tiny import make_tiny_tokenizer
 from TrainingFactory.types import Message, ToolCall
 
 before = set(sys.path)
 import_external_file(str(PLUGIN_FILE))
 added_paths = sorted(set(sys.path) - before)
-tokenizer = tiny_tokenizer()
+tokenizer = make_tiny_tokenizer()
 chat = chat_format(tokenizer)
 rows = [json.loads(line) for line in Path(sys.argv[1]).read_text().splitlines()]
 requests = [

@@ -26,7 +26,7 @@ from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.integrations.rl_factory import Env, MMEnv
 from TrainingFactory.learning.policy import LocalPolicy
 from TrainingFactory.models import chat_format
-from TrainingFactory.models.tiny import tiny_tokenizer
+from TrainingFactory.models.tiny import make_tiny_tokenizer
 from TrainingFactory.models.words import NAMES
 from TrainingFactory.rewards.combined import Combined
 from TrainingFactory.rollout import play
@@ -35,7 +35,7 @@ from TrainingFactory.tools import tool
 from TrainingFactory.tools.recording import EpisodeKey
 from TrainingFactory.types import Message, Sample, Task, ToolCall, Trajectory
 
-CHAT = chat_format(tiny_tokenizer())
+CHAT = chat_format(make_tiny_tokenizer())
 ROW = {
     "data_source": "nq",
     "prompt": [{"role": "user", "content": "Where?"}],
@@ -454,7 +454,7 @@ def test_two_steps_of_grpo_on_rows_of_verl(
         sampling={"max_tokens": 24}, learning_rate=1e-4, output_dir="runs", name="a",
         watcher=Quiet(),
     ).train()  # fmt: skip
-    episodes, tokenizer = list(load_trajectories("runs/a/trajectories.jsonl")), tiny_tokenizer()
+    episodes, tokenizer = list(load_trajectories("runs/a/trajectories.jsonl")), make_tiny_tokenizer()
     assert len(episodes) == 8 and any(len(each.turns) == 2 for each in episodes)
     for episode in episodes:
         texts = [

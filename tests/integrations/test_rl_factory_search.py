@@ -15,7 +15,7 @@ from TrainingFactory.assembly.rewards import make_reward
 from TrainingFactory.assembly.run_tools import RunTools, with_tools
 from TrainingFactory.integrations.rl_factory import Env
 from TrainingFactory.models import chat_format
-from TrainingFactory.models.tiny import tiny_tokenizer
+from TrainingFactory.models.tiny import make_tiny_tokenizer
 from TrainingFactory.rollout import play
 from TrainingFactory.training.dataset import make_tasks
 from TrainingFactory.types import Message, ToolCall, Trajectory
@@ -37,7 +37,7 @@ def test_search_and_answer_in_tags(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         EXAMPLE / "config.yaml",
         [f"logging.output_dir={tmp_path}", "environment.environment_id=search_env.py"],
     )
-    chat = chat_format(tiny_tokenizer())
+    chat = chat_format(make_tiny_tokenizer())
 
     async def episodes() -> tuple[list[Trajectory], list[Trajectory]]:
         tools = RunTools(config, (), None)

@@ -34,7 +34,7 @@ from TrainingFactory.learning.lora import add_lora
 from TrainingFactory.learning.optim import OptimizerOptions
 from TrainingFactory.models import chat_format, load_model
 from TrainingFactory.models.compatibility import COLUMN_HEADINGS, COMPATIBILITY_FILE, Cell, read_compatibility
-from TrainingFactory.models.tiny import tiny_tokenizer
+from TrainingFactory.models.tiny import make_tiny_tokenizer
 from TrainingFactory.sampling import NativeEngine
 from TrainingFactory.types import Completion, Message, Sample, SamplingParams, ToolCall, ToolSpec
 
@@ -281,7 +281,7 @@ def quantized_cell(family: ModelFamily, is_sampled: bool) -> Cell:
         return Cell(UNTESTED)
     with tempfile.TemporaryDirectory() as folder:
         family.build().save_pretrained(folder)
-        tiny_tokenizer().save_pretrained(folder)
+        make_tiny_tokenizer().save_pretrained(folder)
         four, eight = (
             with_fallback(partial(check_quantized, folder, bits, is_sampled)) for bits in ("4bit", "8bit")
         )

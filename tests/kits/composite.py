@@ -85,9 +85,9 @@ def read_composite_config(family: str, **changes: Any) -> Any:
     """Return the config of a family. `changes` are keys outside of its parts."""
     from transformers import AutoConfig
 
-    from TrainingFactory.models.tiny import tiny_tokenizer
+    from TrainingFactory.models.tiny import make_tiny_tokenizer
 
-    tokenizer = tiny_tokenizer()
+    tokenizer = make_tiny_tokenizer()
     text, vision, top = FAMILIES[family]
     tokens = {
         "vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id
@@ -103,10 +103,10 @@ def save_composite(folder: Path, family: str, shards: str = "5GB", **changes: An
     """Save a composite model with the tiny tokenizer, and return it. `shards`: largest size of a file."""
     from transformers import AutoModelForImageTextToText
 
-    from TrainingFactory.models.tiny import tiny_tokenizer
+    from TrainingFactory.models.tiny import make_tiny_tokenizer
 
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(read_composite_config(family, **changes)).eval()
     model.save_pretrained(folder, max_shard_size=shards)
-    tiny_tokenizer().save_pretrained(folder)
+    make_tiny_tokenizer().save_pretrained(folder)
     return model

@@ -82,7 +82,7 @@ class ReplayedSteps:
 
 def with_plain_kernels(model: Any, slots: int, **options: Any) -> NativeEngine:
     """Return an engine that plans and runs its steps as on a GPU, with plain kernels."""
-    settings: dict[str, Any] = {"max_length": 256, "guesses": 0} | options
+    settings: dict[str, Any] = {"max_length": 256, "max_guesses": 0} | options
     engine = NativeEngine(model, slots=slots, **settings)
     runner, planner = engine._runner, engine._planner
     runner._kernels, runner.launches_ahead, planner.tiled, planner.few_shapes = PlainKernels, True, True, True

@@ -17,7 +17,7 @@ from TrainingFactory.apps.serving.served import ServedModel
 from TrainingFactory.apps.serving.server import ChatServer
 from TrainingFactory.common.http import listen
 from TrainingFactory.models import TemplateChatFormat, chat_format
-from TrainingFactory.models.tiny import tiny_tokenizer
+from TrainingFactory.models.tiny import make_tiny_tokenizer
 from TrainingFactory.types import Completion, Message, SamplingParams, ToolCall
 
 Said = Message | str | list[int] | Exception
@@ -28,7 +28,7 @@ WEATHER = {"type": "function", "function": {"name": "weather", "description": "O
     "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}}  # fmt: skip
 CALL = Message("assistant", "Let me see.", [ToolCall("weather", {"city": "Rome", "days": [1, 2]})])
 
-_tokenizer = cache(tiny_tokenizer)
+_tokenizer = cache(make_tiny_tokenizer)
 
 
 @cache

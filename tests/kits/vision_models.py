@@ -15,7 +15,7 @@ from PIL import Image as Pillow
 from TrainingFactory.common.image_tokens import VIRTUAL, find_image
 from TrainingFactory.common.images import image_from_pillow
 from TrainingFactory.models.loading import LoadedModel, load_model
-from TrainingFactory.models.tiny import tiny_tokenizer
+from TrainingFactory.models.tiny import make_tiny_tokenizer
 from TrainingFactory.models.vision import open_vision
 from TrainingFactory.types import Image
 
@@ -91,7 +91,7 @@ def vision_model(family: str) -> LoadedModel:
     """Return a tiny model of a family. Qwen3-VL is the built-in model."""
     if family == "qwen3_vl":
         return load_model("builtin:tiny-vl")
-    tokenizer = tiny_tokenizer()
+    tokenizer = make_tiny_tokenizer()
     tokenizer.add_tokens(TOKENS.get(family, []), special_tokens=True)
     place = PLACES.get(family, "<|vision_start|><|image_pad|><|vision_end|>")
     tokenizer.chat_template = CHATML.replace("IMG", place)

@@ -26,7 +26,7 @@ from TrainingFactory.config.loading import key_value
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.envs.builtin.splits import in_split
 from TrainingFactory.models import chat_format
-from TrainingFactory.models.tiny import tiny_tokenizer
+from TrainingFactory.models.tiny import make_tiny_tokenizer
 from TrainingFactory.models.words import NAMES, PLACES
 from TrainingFactory.runs.folder import TrainingReport
 from TrainingFactory.tools import tool
@@ -92,7 +92,9 @@ def make(folder: Path) -> None:
     """Run the demo's SFT over lessons of `Homes`, and keep the model that it makes."""
     torch.set_num_threads(1)  # matrices this small are not worth a second one
     tasks = list(Homes.tasks("train", 1, LESSONS.num_demonstrations))
-    LESSONS.write(folder / "lessons.jsonl", Homes, chat_format(tiny_tokenizer()), tasks, random.Random(2))
+    LESSONS.write(
+        folder / "lessons.jsonl", Homes, chat_format(make_tiny_tokenizer()), tasks, random.Random(2)
+    )
     options = {"environment.environment_id": None, "data.dataset": str(folder / "lessons.jsonl")}
     options |= {"logging.output_dir": str(folder), "model.revision": "2"}
     config = load_config(WARM_START, [key_value(key, value) for key, value in options.items()])

@@ -20,7 +20,7 @@ from TrainingFactory.learning.learner import Learner
 from TrainingFactory.learning.lora import add_lora
 from TrainingFactory.learning.optim import OptimizerOptions
 from TrainingFactory.models import LoadedModel, load_model
-from TrainingFactory.models.tiny import make_tiny_model, tiny_tokenizer
+from TrainingFactory.models.tiny import make_tiny_model, make_tiny_tokenizer
 from TrainingFactory.types import Sample
 
 
@@ -55,7 +55,7 @@ def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path, name: Any, lo
 
     learner = make(0)
     learn(learner, 1, 2, 3)
-    save_checkpoint(tmp_path / "c", learner, tiny_tokenizer(), {"mine": 1})
+    save_checkpoint(tmp_path / "c", learner, make_tiny_tokenizer(), {"mine": 1})
     learn(learner, 4, 5)
     other = make(0 if lora else 5)
     assert load_checkpoint(tmp_path / "c", other) == {"mine": 1}

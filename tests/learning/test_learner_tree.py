@@ -154,9 +154,11 @@ def test_nodes_of_like_length_go_together_whatever_their_level() -> None:
         start = nodes[-1].start + nodes[-1].length
         nodes.append(TreeNode(start, length, 155, 0, 1) if number % 2 else TreeNode(start, length, 155, 0, 2))
     own = [part for part in plan_parts(nodes, torch.device("cpu")) if part.is_causal]
-    assert [part.queries.rows for part in own] == [3, 8]  # a part for each level would be 3
+    assert [part.queries.num_rows for part in own] == [3, 8]  # a part for each level would be 3
     far_apart = [TreeNode(0, 4000, 0, -1, 0), *(TreeNode(4000 + 9 * n, 9, 4000, 0, 1) for n in range(200))]
-    assert [part.queries.rows for part in plan_parts(far_apart, torch.device("cpu")) if part.is_causal] == [
+    assert [
+        part.queries.num_rows for part in plan_parts(far_apart, torch.device("cpu")) if part.is_causal
+    ] == [
         1,
         200,
     ]

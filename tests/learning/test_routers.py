@@ -17,7 +17,7 @@ from tests.kits.learner import far, gradients, make_learner, row_gradients, weig
 from TrainingFactory.data.packing import make_batch
 from TrainingFactory.learning.routers import summarize_loads
 from TrainingFactory.models import load_model
-from TrainingFactory.models.tiny import tiny_tokenizer
+from TrainingFactory.models.tiny import make_tiny_tokenizer
 from TrainingFactory.types import Sample
 
 COEFFICIENT = 0.5
@@ -164,7 +164,7 @@ def test_bias_that_chooses_experts_stays_in_float32(tmp_path: Path) -> None:
         if name.endswith("e_score_correction_bias"):
             bias += 4 + torch.linspace(0, 0.01, len(bias))  # differences below the precision of bfloat16
     model.save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
+    make_tiny_tokenizer().save_pretrained(tmp_path)
     loaded = dict(load_model(str(tmp_path), dtype="bfloat16", device="cpu").model.named_buffers())
     biases = {name: bias for name, bias in model.named_buffers() if name.endswith("e_score_correction_bias")}
     assert biases and all(torch.equal(loaded[name], bias) for name, bias in biases.items())

@@ -12,14 +12,14 @@ from tests.kits.tokenizers import QWEN3, byte_tokenizer, deepseek, from_wheel, l
 from TrainingFactory.common.openai_format import spec_to_dict
 from TrainingFactory.models import DeepSeekModel, Family, LlamaModel, Qwen3Model, chat_format, register_family
 from TrainingFactory.models.families import FAMILIES
-from TrainingFactory.models.tiny import read_builtin_template, tiny_tokenizer
+from TrainingFactory.models.tiny import make_tiny_tokenizer, read_builtin_template
 from TrainingFactory.types import Completion, Message, ToolCall, ToolSpec, Turn
 
 TOOL = ToolSpec("add", "Adds.", {"type": "object", "properties": {"a": {"type": "integer"}}})
 SCHEMA = spec_to_dict(TOOL)
 DEEP = '{"a":' * 100 + "1" + "}" * 100
 FORMATS = {
-    "tiny": (tiny_tokenizer, "qwen3"),
+    "tiny": (make_tiny_tokenizer, "qwen3"),
     "qwen3": (qwen3, "qwen3"),
     "qwen2.5": (lambda: from_wheel("qwen2_5", ("<tool_call>", "</tool_call>")), "qwen2.5"),
     "llama3": (llama3, "llama3"),
@@ -79,7 +79,7 @@ def test_episode_text_is_what_the_template_writes_for_the_same_conversation(name
 
 
 def test_ids_are_the_tokenizers_own_merges_over_borders_included() -> None:
-    tokenizer = tiny_tokenizer()
+    tokenizer = make_tiny_tokenizer()
     chat = chat_format(tokenizer)
     conversation = [said("system", "Be brief."), said("user", "Where does Ada live?")]
     expected = tokenizer.apply_chat_template(conversation, tools=[SCHEMA], add_generation_prompt=True)
@@ -150,7 +150,7 @@ def test_markers_inside_reasoning_are_no_calls() -> None:
     ],
 )
 def test_a_broken_call_says_what_is_wrong(text: str, reason: str) -> None:
-    calls = chat_format(tiny_tokenizer()).parse_text(text).tool_calls
+    calls = chat_format(make_tiny_tokenizer()).parse_text(text).tool_calls
     assert calls and reason in (calls[0].error or "")
 
 
@@ -158,7 +158,7 @@ def test_good_calls_beside_a_broken_one_are_kept() -> None:
     text = "".join(
         f"<tool_call>{inside}</tool_call>" for inside in ('{"name": "a"}', "oops", '{"name": "b"}')
     )
-    calls = chat_format(tiny_tokenizer()).parse_text(text).tool_calls
+    calls = chat_format(make_tiny_tokenizer()).parse_text(text).tool_calls
     assert [(call.name, call.error is None) for call in calls] == [("a", True), ("", False), ("b", True)]
 
 
@@ -174,7 +174,7 @@ def test_llama_reads_its_three_forms() -> None:
 
 
 def test_a_turn_without_its_stop_token_cannot_be_extended() -> None:
-    chat = chat_format(tiny_tokenizer())
+    chat = chat_format(make_tiny_tokenizer())
     turn = turn_of(chat, Message("assistant", "Five."))
     turn.completion.token_ids.pop()
     with pytest.raises(ValueError, match="stop token"):
@@ -207,11 +207,11 @@ def test_templates_without_tools() -> None:
 
 def test_bad_input_is_answered_in_words() -> None:
     with pytest.raises(ValueError, match="did you mean qwen3"):
-        chat_format(tiny_tokenizer(), "qwen-3")
+        chat_format(make_tiny_tokenizer(), "qwen-3")
     with pytest.raises(ValueError, match="no chat template"):
         chat_format(byte_tokenizer(None))
     with pytest.raises(ValueError, match="at least one message"):
-        chat_format(tiny_tokenizer()).render([])
+        chat_format(make_tiny_tokenizer()).render([])
     shouting = read_builtin_template().replace(
         "'<|im_start|>' + message.role + '\\n' + text", "message.role + text | upper"
     )
@@ -222,7 +222,7 @@ def test_bad_input_is_answered_in_words() -> None:
 
 def test_no_message_is_searched_for_in_the_whole_text() -> None:
     """A conversation is rendered in time that grows with its length, not with its square."""
-    tokenizer, searched = tiny_tokenizer(), []
+    tokenizer, searched = make_tiny_tokenizer(), []
 
     class Text(str):
         def __contains__(self, part: Any) -> bool:
@@ -254,7 +254,7 @@ def test_no_message_is_searched_for_in_the_whole_text() -> None:
     ],
 )
 def test_a_template_that_does_not_end_is_refused_in_words(template: str, reason: str) -> None:
-    tokenizer = tiny_tokenizer()
+    tokenizer = make_tiny_tokenizer()
     tokenizer.chat_template = template
     with pytest.raises(ValueError, match=f"the chat template .*{reason}"):
         chat_format(tokenizer)
@@ -266,7 +266,9 @@ def test_a_family_of_ones_own() -> None:
 
     register_family(Family("mine", read))
     try:
-        assert chat_format(tiny_tokenizer(), "mine").parse_text("CALL add").tool_calls == [ToolCall("add")]
+        assert chat_format(make_tiny_tokenizer(), "mine").parse_text("CALL add").tool_calls == [
+            ToolCall("add")
+        ]
     finally:
         del FAMILIES["mine"]
 
@@ -278,7 +280,7 @@ def test_the_date_is_fixed() -> None:
 
 
 def test_cut_keeps_both_ends_and_says_so() -> None:
-    chat = chat_format(tiny_tokenizer())
+    chat = chat_format(make_tiny_tokenizer())
     assert chat.truncate("short", 50) == "short"
     long = " ".join(f"word{i}" for i in range(5000))
     for limit in (40, 100, 1000):

@@ -21,7 +21,7 @@ from TrainingFactory.learning.lora import add_lora
 from TrainingFactory.learning.optim import OptimizerOptions
 from TrainingFactory.models import load_model
 from TrainingFactory.models.loading import read_stored_dtype
-from TrainingFactory.models.tiny import tiny_tokenizer
+from TrainingFactory.models.tiny import make_tiny_tokenizer
 from TrainingFactory.runs.folder import NOTES_KEY, RunFolder
 
 IDS = torch.tensor([[5, 17, 300, 42, 7, 7, 250, 11, 600, 601, 602, 5, 90, 91, 17]])  # longer than the windows
@@ -75,7 +75,7 @@ def test_settings_of_the_whole_model_reach_the_text_part(tmp_path: Path) -> None
     """As in released folders: end tokens, dtype and chat template stand outside the text part."""
     whole = save_composite(tmp_path, "gemma3")
     whole.to(torch.bfloat16).save_pretrained(tmp_path)
-    ends = [tiny_tokenizer().eos_token_id, 7]
+    ends = [make_tiny_tokenizer().eos_token_id, 7]
     rewrite(tmp_path, eos_token_id=ends, dtype="bfloat16")
     (tmp_path / "generation_config.json").unlink()
     (tmp_path / "chat_template.jinja").unlink()
@@ -135,7 +135,7 @@ def test_errors(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"1 weights are missing .* model\.norm\.weight"):
         load_model(str(tmp_path / "whole"), device="cpu")
     AutoConfig.for_model("glm4v").save_pretrained(tmp_path / "glm")
-    tiny_tokenizer().save_pretrained(tmp_path / "glm")
+    make_tiny_tokenizer().save_pretrained(tmp_path / "glm")
     with pytest.raises(ValueError, match=r"glm4v .* has no causal LM class .*glm4v_text.*REAL_MODELS"):
         load_model(str(tmp_path / "glm"), device="cpu")
 

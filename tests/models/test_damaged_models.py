@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from TrainingFactory.models.loading import load_model, load_tokenizer
-from TrainingFactory.models.tiny import make_tiny_model, tiny_tokenizer
+from TrainingFactory.models.tiny import make_tiny_model, make_tiny_tokenizer
 
 WEIGHTS = "model.safetensors"
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder, tokenizer = tmp_path_factory.mktemp("model"), tiny_tokenizer()
+    folder, tokenizer = tmp_path_factory.mktemp("model"), make_tiny_tokenizer()
     make_tiny_model(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

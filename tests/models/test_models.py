@@ -21,7 +21,7 @@ from tests.kits.engine import tiny
 from TrainingFactory.models import SUPPORTED_MODELS, chat_format, load_model
 from TrainingFactory.models.loading import load_tokenizer, read_stored_dtype
 from TrainingFactory.models.names import resolve_model_name
-from TrainingFactory.models.tiny import tiny_tokenizer
+from TrainingFactory.models.tiny import make_tiny_tokenizer
 from TrainingFactory.models.words import NAMES, PLACES, SENTENCE_WORDS, THINGS
 from TrainingFactory.types import Message
 
@@ -87,8 +87,8 @@ def test_revisions_of_the_builtin_model() -> None:
 
 
 def test_builtin_tokenizer_knows_its_words_and_qwens_tokens() -> None:
-    tokenizer = tiny_tokenizer()
-    assert tokenizer.backend_tokenizer.to_str() == tiny_tokenizer().backend_tokenizer.to_str()
+    tokenizer = make_tiny_tokenizer()
+    assert tokenizer.backend_tokenizer.to_str() == make_tiny_tokenizer().backend_tokenizer.to_str()
     for word in NAMES + PLACES + THINGS + SENTENCE_WORDS:
         assert len(tokenizer(word).input_ids) == 1 and len(tokenizer(f"in {word}").input_ids) == 2
     assert tokenizer.decode(tokenizer("é 你 1234 x").input_ids) == "é 你 1234 x"
@@ -207,7 +207,7 @@ def test_a_gguf_tokenizer_of_the_wrong_kind_is_rejected(
 
 
 def test_gguf_file_gives_the_same_model_and_can_be_saved(tmp_path: Path) -> None:
-    tokenizer = tiny_tokenizer()
+    tokenizer = make_tiny_tokenizer()
     made = tiny("gqa_bias", vocab_size=len(tokenizer)).eval()
     write_gguf(tmp_path / "tiny.gguf", made, tokenizer)
     loaded = load_model(str(tmp_path / "tiny.gguf"))

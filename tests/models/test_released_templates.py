@@ -8,7 +8,7 @@ from tests.kits.tokenizers import QWEN3, byte_tokenizer, from_wheel
 from TrainingFactory.agent_api.turns.response_text import TurnReader
 from TrainingFactory.models import chat_format
 from TrainingFactory.models.round_trip import describe_difference
-from TrainingFactory.models.tiny import tiny_tokenizer
+from TrainingFactory.models.tiny import make_tiny_tokenizer
 from TrainingFactory.types import Completion, Message, ToolCall, ToolSpec, Turn
 
 QUESTION = [Message("user", "Where?")]
@@ -46,7 +46,7 @@ def test_a_type_that_the_template_writes_in_capitals_is_filled_in(name: str) -> 
 
 
 def test_a_mark_that_the_template_cuts_does_not_reach_the_prompt() -> None:
-    tokenizer = tiny_tokenizer()
+    tokenizer = make_tiny_tokenizer()
     cut = "{% for tool in tools or [] %}{{ (tool.function.parameters.enum or ['a'])[0][:12] }}{% endfor %}"
     tokenizer.chat_template = cut + tokenizer.chat_template
     with pytest.raises(ValueError, match=r"cuts or rewrites .* model\.chat_template"):
@@ -61,7 +61,7 @@ def test_an_empty_key_is_an_argument(name: str) -> None:
 
 
 def test_text_with_combining_accents_is_written() -> None:
-    chat = chat_format(tiny_tokenizer())  # which normalizes to NFC
+    chat = chat_format(make_tiny_tokenizer())  # which normalizes to NFC
     decomposed = Message("assistant", "cafe\u0301", [ToolCall("find", {"e\u0301": 1, "f": ["e\u0301"]})])
     composed = Message("assistant", "caf\u00e9", [ToolCall("find", {"\u00e9": 1, "f": ["\u00e9"]})])
     assert chat.write(decomposed) == chat.write(composed)

@@ -25,7 +25,7 @@ from tests.kits.tokenizers import (
 from TrainingFactory.models import chat_format
 from TrainingFactory.models.encoding import TextEncoder
 from TrainingFactory.models.loading import load_tokenizer
-from TrainingFactory.models.tiny import tiny_tokenizer
+from TrainingFactory.models.tiny import make_tiny_tokenizer
 from TrainingFactory.protocols import ChatFormat
 from TrainingFactory.types import Completion, Message, ToolCall, ToolSpec, Turn
 
@@ -326,7 +326,7 @@ def test_a_new_family_needs_no_code(template: str) -> None:
 
 
 def test_turns_are_decoded_as_the_library_does() -> None:
-    tokenizer = tiny_tokenizer()
+    tokenizer = make_tiny_tokenizer()
     tokenizer.add_tokens(["é ü", "<weird x>", "日本", "Ġx"])  # not all written in bytes
     encoder, library = TextEncoder(tokenizer), tokenizer.backend_tokenizer
     count, numbers = len(tokenizer), random.Random(0)

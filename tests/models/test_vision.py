@@ -29,7 +29,7 @@ from TrainingFactory.common.image_tokens import (
 )
 from TrainingFactory.models.chat import TemplateChatFormat, chat_format
 from TrainingFactory.models.loading import load_model
-from TrainingFactory.models.tiny import read_builtin_template, tiny_tokenizer
+from TrainingFactory.models.tiny import make_tiny_tokenizer, read_builtin_template
 from TrainingFactory.models.tower_shape import measure_described_tower, measure_loaded_tower
 from TrainingFactory.models.vision import Vision, open_vision
 from TrainingFactory.types import Completion, Image, Message, PlacedImage, ToolCall, ToolSpec, Turn
@@ -76,7 +76,7 @@ def test_images_stand_where_messages_have_them() -> None:
 
 def test_the_ids_are_those_of_the_released_template() -> None:
     released = Path(pytest.importorskip("trl").__file__).parent / "chat_templates" / "qwen3_vl.jinja"
-    tokenizer, calls = tiny_tokenizer("qwen3_vl_instruct"), [{"name": "look", "arguments": {"x": "y"}}]
+    tokenizer, calls = make_tiny_tokenizer("qwen3_vl_instruct"), [{"name": "look", "arguments": {"x": "y"}}]
     parts = [{"type": "text", "text": "a"}, {"type": "image"}]
     conversation = [
         {"role": "system", "content": "s"},
@@ -120,7 +120,7 @@ def test_text_never_becomes_an_image(family: str) -> None:
 
 
 def test_tool_results_without_a_place_for_images_show_them_afterwards() -> None:
-    tokenizer = tiny_tokenizer("qwen3_instruct")
+    tokenizer = make_tiny_tokenizer("qwen3_instruct")
     text = read_builtin_template("qwen3_vl_instruct").replace(
         "'\\n<tool_response>\\n' + text",
         "'\\n<tool_response>\\n' + (message.content if message.content is string else '')",
@@ -138,7 +138,7 @@ def test_tool_results_without_a_place_for_images_show_them_afterwards() -> None:
 
 
 def test_models_without_vision_name_the_option() -> None:
-    chat = chat_format(tiny_tokenizer())
+    chat = chat_format(make_tiny_tokenizer())
     with pytest.raises(ValueError, match=r"model\.vision=true"):
         chat.render([Message("user", "Look.", images=[PlacedImage(0, picture(0))])])
     with pytest.raises(ValueError, match="has no vision part"):
@@ -147,14 +147,14 @@ def test_models_without_vision_name_the_option() -> None:
 
 def test_a_template_that_shows_no_images_is_rejected() -> None:
     with pytest.raises(ValueError, match="renders no images"):
-        chat_format(tiny_tokenizer(), vision=vision_model("qwen3_vl").vision)
+        chat_format(make_tiny_tokenizer(), vision=vision_model("qwen3_vl").vision)
 
 
 def test_large_images_are_scaled_down() -> None:
     loaded = load_model("builtin:tiny-vl", image_tokens=16)
     assert loaded.vision is not None
     for width, height in ((64, 64), (640, 480), (2000, 40), (1, 1), (3000, 3)):
-        assert 1 <= loaded.vision.layout(width, height).count <= 16
+        assert 1 <= loaded.vision.get_layout(width, height).num_image_tokens <= 16
 
 
 @pytest.mark.parametrize(("limit", "most", "notes"), [(1024, 280, 0), (200, 140, 0), (64, 70, 1)])
@@ -163,7 +163,10 @@ def test_images_of_gemma_4_are_scaled_to_a_size_that_it_knows(limit: int, most: 
     processor = copy.deepcopy(loaded.vision.processor)  # pyright: ignore
     processor.max_soft_tokens = 280
     vision = Vision(loaded.model.config, processor, loaded.tokenizer, limit)
-    counts = [vision.layout(width, height).count for width, height in ((640, 480), (48, 64), (3000, 3))]
+    counts = [
+        vision.get_layout(width, height).num_image_tokens
+        for width, height in ((640, 480), (48, 64), (3000, 3))
+    ]
     assert most * 0.85 < min(counts) <= max(counts) <= most
     assert len(vision.notes) == notes
 

@@ -85,14 +85,14 @@ def test_a_forked_session_computes_only_new_tokens():
         prompt = list(range(2, 302))
         first = await parent.sample(prompt, params)
         prompt += [*first.token_ids, 7, 8, 9]
-        before = sampler.stats.prefilled
+        before = sampler.stats.prefilled_tokens
         child = parent.fork()
         forked = await child.sample(prompt, params)
-        assert sampler.stats.prefilled - before <= 4
+        assert sampler.stats.prefilled_tokens - before <= 4
         parent.close()
         late = parent.fork()
         await late.sample(prompt, params)
-        assert sampler.stats.prefilled - before <= 8 and sampler.stats.shared >= 2 * 300
+        assert sampler.stats.prefilled_tokens - before <= 8 and sampler.stats.shared_tokens >= 2 * 300
         fresh = await engine().sample(prompt, params)
         return forked, fresh
 
@@ -109,7 +109,7 @@ def test_log_probs_and_tokens_of_forked_episodes():
         assert_token_exact(trajectory)
         assert_logprobs_of_the_model(trajectory)
     prompts = sum(len(t.turns[-1].prompt_ids) for t in played if t.parent is not None)
-    assert sampler.stats.prefilled < prompts / 2  # the shared turns are not prefilled again
+    assert sampler.stats.prefilled_tokens < prompts / 2  # the shared turns are not prefilled again
 
 
 def test_forks_differ_and_reproduce_when_played_alone():

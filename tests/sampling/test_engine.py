@@ -23,7 +23,7 @@ def test_logprobs_equal_a_plain_forward(kind: str, slots: int) -> None:
     prompts = grouped_prompts(3, 2) + [words(random.Random(i), 1 + 17 * i) for i in range(4)]
     for turns in play(engine, prompts, pause=0.01):
         assert worst(model, turns) < 1e-4
-    assert engine.stats.sampled > 100
+    assert engine.stats.sampled_tokens > 100
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.7])
@@ -55,9 +55,9 @@ def test_a_group_is_prefilled_once() -> None:
     """8 prompts of 8 members under one system prompt cost one whole prompt and seven tails."""
     engine = NativeEngine(tiny(), slots=64, max_length=128)
     sample_each(engine, grouped_prompts(8, 8, system=50, question=10), max_tokens=2)
-    assert engine.stats.prefilled == 60 + 7 * 10
+    assert engine.stats.prefilled_tokens == 60 + 7 * 10
     # all but the last token of each prompt is found by the other members, the system prompt by the tails
-    assert engine.stats.shared == 56 * 59 + 7 * 50
+    assert engine.stats.shared_tokens == 56 * 59 + 7 * 50
 
 
 def test_a_new_turn_only_feeds_what_is_new() -> None:
@@ -66,7 +66,7 @@ def test_a_new_turn_only_feeds_what_is_new() -> None:
     new = [40]
     for (before, completion), (after, _) in itertools.pairwise(turns):
         new.append(len(after) - len(before) - len(completion.token_ids) + 1)  # the last sampled token as well
-    assert engine.stats.prefilled == sum(count for count in new if count > 1)
+    assert engine.stats.prefilled_tokens == sum(count for count in new if count > 1)
 
 
 def test_a_closed_session_leaves_its_prefix_to_others() -> None:
@@ -74,8 +74,8 @@ def test_a_closed_session_leaves_its_prefix_to_others() -> None:
     prompt = words(random.Random(0), 30)
     runs = [sample_each(engine, [prompt], max_tokens=3) for _ in range(2)]  # each in a loop of its own
     assert runs[0][0][1].token_ids == runs[1][0][1].token_ids
-    assert engine.stats.prefilled == 30
-    assert engine.stats.shared == 29
+    assert engine.stats.prefilled_tokens == 30
+    assert engine.stats.shared_tokens == 29
 
 
 async def test_a_session_may_change_its_mind() -> None:
@@ -163,14 +163,16 @@ def test_results_do_not_depend_on_company() -> None:
 async def test_a_few_scattered_slots_cost_a_few_rows(few_shapes: bool) -> None:
     """Long turns in high slots, after the low ones have ended: fed alone, or with CUDA graphs moved to the front."""
     model = tiny()
-    engine = NativeEngine(model, slots=32, max_length=256, guesses=0)
+    engine = NativeEngine(model, slots=32, max_length=256, max_guesses=0)
     engine._planner.few_shapes = few_shapes
     prompts = grouped_prompts(32, 1)
     lengths = [4] * 29 + [60] * 3
     runs = [engine.sample(p, SamplingParams(max_tokens=n)) for p, n in zip(prompts, lengths, strict=True)]
     turns = list(zip(prompts, await asyncio.gather(*runs), strict=True))
     assert worst(model, turns) < 1e-4
-    assert engine.stats.rows < 32 * 6 + 60 * (16 if few_shapes else 3), "the tail of three runs in a few rows"
+    assert engine.stats.decoded_rows < 32 * 6 + 60 * (16 if few_shapes else 3), (
+        "the tail of three runs in a few rows"
+    )
     assert engine._table.free.tolist() == [seat is None for seat in engine._table.session_slots]
 
 

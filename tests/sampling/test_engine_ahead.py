@@ -44,8 +44,8 @@ def test_what_is_launched_ahead_is_what_would_have_been_sampled(
 ) -> None:
     monkeypatch.setattr(native, "MAX_STEPS_AHEAD", 2)
     model = tiny()
-    plain = NativeEngine(model, slots=5, max_length=256, guesses=0)
-    ahead = NativeEngine(model, slots=5, max_length=256, guesses=guesses)
+    plain = NativeEngine(model, slots=5, max_length=256, max_guesses=0)
+    ahead = NativeEngine(model, slots=5, max_length=256, max_guesses=guesses)
     ahead._runner.launches_ahead = True
     launches = count_calls(ahead._runner, "launch", monkeypatch)
     expected = play(plain, PROMPTS)
@@ -57,15 +57,15 @@ def test_what_is_launched_ahead_is_what_would_have_been_sampled(
     assert ahead._flight is None and not ahead._table.in_flight.any()
     assert len(launches) > 10
     if guesses:
-        assert ahead.stats.guessed > 100
+        assert ahead.stats.guessed_tokens > 100
     else:
-        assert ahead.stats.guessed == 0
-        assert ahead.stats.rows > plain.stats.rows  # a finished row costs wasted forwards
+        assert ahead.stats.guessed_tokens == 0
+        assert ahead.stats.decoded_rows > plain.stats.decoded_rows  # a finished row costs wasted forwards
 
 
 def test_two_tokens_of_a_launch_are_what_two_launches_would_have_sampled() -> None:
     model, seconds = tiny(), 0
-    expected = play(NativeEngine(model, slots=5, max_length=256, guesses=0), PROMPTS)
+    expected = play(NativeEngine(model, slots=5, max_length=256, max_guesses=0), PROMPTS)
     engine = with_plain_kernels(model, 5)
     launch = engine._runner.launch
 
@@ -80,7 +80,7 @@ def test_two_tokens_of_a_launch_are_what_two_launches_would_have_sampled() -> No
     assert sampled(played) == sampled(expected)
     assert {completion.finish for turns in played for _, completion in turns} == {"stop", "length"}
     assert max(worst(model, turns) for turns in played) < 1e-4
-    assert 3 * seconds > engine.stats.sampled  # nearly every other token is the second of its launch
+    assert 3 * seconds > engine.stats.sampled_tokens  # nearly every other token is the second of its launch
     assert engine._flight is None and not engine._table.in_flight.any()
 
 
@@ -109,7 +109,7 @@ def test_turns_are_cancelled_and_sessions_closed_while_a_step_is_under_way(kerne
         await engine.update(Weights(1))
 
     asyncio.run(everything())
-    assert not engine._table.running.any() and not engine._table.in_flight.any() and engine.sessions == 0
+    assert not engine._table.running.any() and not engine._table.in_flight.any() and engine.num_sessions == 0
     played = play(engine, PROMPTS)
     assert sampled(played) == sampled(play(NativeEngine(model, slots=3, max_length=256), PROMPTS))
     assert max(worst(model, turns) for turns in played) < 1e-4

@@ -24,7 +24,7 @@ def tokens_of(played: list[Any]) -> list[list[list[int]]]:
 @cache
 def without_guesses(kind: str) -> tuple[Any, NativeEngine, list[Any]]:
     model = tiny(kind)
-    plain = NativeEngine(model, slots=5, max_length=256, guesses=0)
+    plain = NativeEngine(model, slots=5, max_length=256, max_guesses=0)
     return model, plain, play(plain, PROMPTS)
 
 
@@ -46,8 +46,12 @@ def test_guesses_do_not_change_what_is_sampled(kind: str, lies: float, few_shape
     played = play(engine, PROMPTS)
     assert tokens_of(played) == tokens_of(expected)
     assert worst(model, [turn for turns in played for turn in turns]) < 1e-4
-    assert engine.stats.guessed > 100
-    assert engine.stats.sampled == plain.stats.sampled == sum(len(c.token_ids) for t in played for _, c in t)
+    assert engine.stats.guessed_tokens > 100
+    assert (
+        engine.stats.sampled_tokens
+        == plain.stats.sampled_tokens
+        == sum(len(c.token_ids) for t in played for _, c in t)
+    )
     if lies == 0:
         assert engine.stats.forwards < 0.6 * plain.stats.forwards
 
@@ -56,7 +60,7 @@ def test_limits_hold_with_guesses() -> None:
     """The other temperatures and filters go through the same rows of logits."""
     model = tiny()
     how = {"temperature": 0.7, "top_p": 0.9, "top_k": 20}
-    expected = play(NativeEngine(model, slots=9, max_length=256, guesses=0), PROMPTS, **how)
+    expected = play(NativeEngine(model, slots=9, max_length=256, max_guesses=0), PROMPTS, **how)
     engine = NativeEngine(model, slots=9, max_length=256)
     engine._planner.drafts = Informed(expected, 0.2)
     assert tokens_of(play(engine, PROMPTS, **how)) == tokens_of(expected)
@@ -97,4 +101,4 @@ def test_deterministic_mode_guesses_nothing() -> None:
     engine = NativeEngine(tiny(), slots=9, max_length=256, deterministic=True)
     play(engine, PROMPTS)
     play(engine, PROMPTS)
-    assert engine.stats.guessed == 0
+    assert engine.stats.guessed_tokens == 0

@@ -60,11 +60,11 @@ def test_a_group_computes_its_prompt_once(key: str) -> None:
     check(model, runs)
     siblings = groups * (members - 1) * (system + question - 1)
     # A group that is admitted before the state after the system prompt is stored computes those tokens again.
-    assert siblings <= engine.stats.shared <= siblings + (groups - 1) * system
-    assert engine.stats.shared + engine.stats.recomputed == siblings + (groups - 1) * system
+    assert siblings <= engine.stats.shared_tokens <= siblings + (groups - 1) * system
+    assert engine.stats.shared_tokens + engine.stats.recomputed_tokens == siblings + (groups - 1) * system
     # The last token of a prompt is fed by a decoding row.
-    assert engine.stats.prefilled == system + groups * (question - 1) + engine.stats.recomputed
-    assert engine.metrics() == {"cache/recomputed_tokens": float(engine.stats.recomputed)}
+    assert engine.stats.prefilled_tokens == system + groups * (question - 1) + engine.stats.recomputed_tokens
+    assert engine.metrics() == {"cache/recomputed_tokens": float(engine.stats.recomputed_tokens)}
 
 
 def test_a_prefix_without_a_state_is_computed_once_more() -> None:
@@ -79,7 +79,7 @@ def test_a_prefix_without_a_state_is_computed_once_more() -> None:
 
     check(model, [asyncio.run(one_after_another())])
     # When the first prompt ran, nobody knew where others would branch off; the second one left a state there.
-    assert (engine.stats.recomputed, engine.stats.shared) == (50, 50)
+    assert (engine.stats.recomputed_tokens, engine.stats.shared_tokens) == (50, 50)
 
 
 def test_a_session_continues_from_its_state() -> None:
@@ -89,7 +89,7 @@ def test_a_session_continues_from_its_state() -> None:
     check(model, [turns])
     fed = len(turns[-1][0]) + len(turns[-1][1].token_ids) - 1
     stats = engine.stats
-    assert stats.prefilled + stats.rows == fed and stats.recomputed == 0
+    assert stats.prefilled_tokens + stats.decoded_rows == fed and stats.recomputed_tokens == 0
 
 
 def test_forks_begin_at_the_ends_of_turns() -> None:
@@ -107,10 +107,10 @@ def test_forks_begin_at_the_ends_of_turns() -> None:
         forked: Turns = []
         for at, completion in turns[:2]:  # while the trunk is far beyond them
             fork = trunk.fork()
-            before = engine.stats.prefilled
+            before = engine.stats.prefilled_tokens
             branched = at + completion.token_ids + words(rng, 5)
             forked.append((branched, await fork.sample(branched, how)))
-            fed.append(engine.stats.prefilled - before)
+            fed.append(engine.stats.prefilled_tokens - before)
             fork.close()
         trunk.close()
         return turns, forked, fed
@@ -118,7 +118,7 @@ def test_forks_begin_at_the_ends_of_turns() -> None:
     turns, forked, fed = asyncio.run(branch())
     check(model, [turns, *([turn] for turn in forked)])
     # The last token of the turn, which the trunk fed only later, and the new ones but the last.
-    assert fed == [5, 5] and engine.stats.recomputed == 2
+    assert fed == [5, 5] and engine.stats.recomputed_tokens == 2
 
 
 def test_a_session_may_go_back() -> None:
@@ -141,7 +141,9 @@ def test_a_session_may_go_back() -> None:
 
     turns = asyncio.run(folded())
     check(model, [[turn] for turn in turns])
-    assert engine.stats.recomputed == 1 + 17  # the sampled token that was not fed; all up to the middle
+    assert (
+        engine.stats.recomputed_tokens == 1 + 17
+    )  # the sampled token that was not fed; all up to the middle
 
 
 @pytest.mark.parametrize("snapshots", [1, 4])
@@ -169,7 +171,11 @@ def test_states_take_part_of_the_memory(caplog: pytest.LogCaptureFixture) -> Non
         shape.row_bytes for shape in NativeEngine(model, slots=1, max_length=64)._runner.states.shapes
     )
     engine = NativeEngine(model, slots=60, max_length=64, cache_bytes=40 * state)
-    assert engine._table.num_slots == 12 and engine._table.snapshots and engine._table.snapshots.size == 7
+    assert (
+        engine._table.num_slots == 12
+        and engine._table.snapshots
+        and engine._table.snapshots.num_snapshots == 7
+    )
     assert "12 slots instead of 60" in caplog.text
     check(model, play(engine, grouped_prompts(1, 14, 20, 5), turns=1))
     with pytest.raises(ValueError, match=r"states of one sequence need .* sampling\.cache_gib"):
@@ -185,7 +191,7 @@ def test_deterministic_whatever_the_latencies_and_snapshots() -> None:
         engine._table.snapshots = Snapshots(engine._table.num_slots, snapshots)
         runs.append([[turn[1] for turn in turns] for turns in play(engine, prompts, pause, turns=2)])
         if not pause:
-            assert engine.stats.shared == 3 * 32  # the state after a whole chunk of the prompt
+            assert engine.stats.shared_tokens == 3 * 32  # the state after a whole chunk of the prompt
     assert runs[0] == runs[1]
 
 
@@ -245,7 +251,7 @@ def test_snapshots_are_what_was_taken() -> None:
                 snapshots.take_snapshot(slot, len(texts[slot]))
             else:
                 stored = torch.tensor([len(text) for text in texts]).numpy()
-                at = int(snapshots.usable(stored - rng.randrange(3), stored).clip(0)[slot])
+                at = int(snapshots.get_usable(stored - rng.randrange(3), stored).clip(0)[slot])
                 if what == 2 or slot == other:
                     snapshots.restore(slot, at, len(texts[slot]))
                     texts[slot] = texts[slot][:at]

@@ -119,7 +119,7 @@ def test_equal_images_are_shared_and_different_ones_are_not() -> None:
             with_session = engine.session()
             await with_session.sample(ask(chat, picture(seed), "What is it? " * 12), GREEDY)
             with_session.close()
-            shared.append(engine.stats.shared)
+            shared.append(engine.stats.shared_tokens)
         await engine.close()
         return [after - before for before, after in pairwise(shared)]
 
@@ -141,7 +141,7 @@ def test_sessions_at_a_time_share_equal_images(family: str) -> None:
         await engine.close()
         for ids, turn in zip(prompts, turns, strict=True):
             assert difference(family, ids, turn) < 1e-4
-        return engine.stats.shared
+        return engine.stats.shared_tokens
 
     ids = ask(chat, picture(0), "What is it? " * 8)
     before = next(place for place, token in enumerate(ids) if token >= VIRTUAL)

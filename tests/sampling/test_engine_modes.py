@@ -47,7 +47,7 @@ def test_deterministic_mode_ignores_timing(slots: int) -> None:
     assert bits(runs[0]) == bits(runs[1]) == bits(runs[2])
     for turns in runs[0]:
         assert worst(model, turns) < 1e-4
-    assert engines[0].stats.shared > 0 and engines[0].stats.evictions == 0
+    assert engines[0].stats.shared_tokens > 0 and engines[0].stats.evictions == 0
 
 
 def test_deterministic_mode_with_threads_and_a_long_neighbour() -> None:
@@ -83,8 +83,8 @@ def test_deterministic_prefixes_are_pure() -> None:
         return shared, [await alone.sample(prompt, params) for prompt in prompts]
 
     asyncio.run(everything())
-    assert alone.stats.shared > 0, "the freed slot's own prompt is found again"
-    assert engine.stats.shared > 0
+    assert alone.stats.shared_tokens > 0, "the freed slot's own prompt is found again"
+    assert engine.stats.shared_tokens > 0
     cache = engine._runner.cache
     assert cache is not None
     with torch.inference_mode():
@@ -93,7 +93,7 @@ def test_deterministic_prefixes_are_pure() -> None:
                 assert torch.equal(slot_keys(engine, layer, slot)[:50], slot_keys(engine, layer, 0)[:50])
     fresh = NativeEngine(model, slots=8, max_length=256, deterministic=True)
     asyncio.run(fresh.sample(prompts[2], SamplingParams(max_tokens=1)))
-    assert fresh.stats.shared == 0 and fresh._runner.cache is not None
+    assert fresh.stats.shared_tokens == 0 and fresh._runner.cache is not None
     for ours, computed in zip(cache.layers, fresh._runner.cache.layers, strict=True):
         ours_keys, computed_keys = slot_keys(engine, ours, 2), slot_keys(fresh, computed, 0)
         assert torch.equal(ours_keys[:56], computed_keys[:56]), "a copied prefix leads to the same tail"

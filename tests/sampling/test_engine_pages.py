@@ -151,15 +151,20 @@ def test_page_tables_keep_their_books() -> None:
                 lengths[slot] = 0
         elif action < 0.6:
             source = rng.randrange(6)
-            usable = int(pages.usable(np.array(lengths))[source])
+            usable = int(pages.get_usable(np.array(lengths))[source])
             length = rng.randint(0, usable) if usable == lengths[source] else 0
-            if source != slot and length and pages.usable(np.full(6, length))[source] and pages.num_free > 1:
+            if (
+                source != slot
+                and length
+                and pages.get_usable(np.full(6, length))[source]
+                and pages.num_free > 1
+            ):
                 pages.release(slot)
                 pages.share(source, slot, length, length)
                 lengths[slot] = length
         elif action < 0.8 and pages.num_free > 1:
             length = rng.randint(0, lengths[slot])
-            if pages.usable(np.full(6, length))[slot]:
+            if pages.get_usable(np.full(6, length))[slot]:
                 pages.truncate(slot, length)
                 lengths[slot] = length
         else:
@@ -222,7 +227,7 @@ def test_families_sample_what_their_own_forward_computes(kind: str) -> None:
     paged = with_tokens(model, 700, slots=4, max_length=256)
     paged_runs = play(paged, prompts)
     assert max(worst(model, turns) for turns in paged_runs) < 2e-4
-    assert paged.stats.shared > 0
+    assert paged.stats.shared_tokens > 0
     check_pages(paged)
 
 

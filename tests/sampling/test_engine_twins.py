@@ -65,12 +65,12 @@ def test_sharing_does_not_change_what_is_sampled(
 ) -> None:
     """Twice in the same engine, so that there is something to guess from."""
     model = tiny(kind)
-    engine = NativeEngine(model, slots=12, max_length=256, guesses=guesses)
+    engine = NativeEngine(model, slots=12, max_length=256, max_guesses=guesses)
     fed = counted(engine)
     played = [play(engine, PROMPTS) for _ in range(2)]
     with monkeypatch.context() as patch:
         patch.setattr(Runner, "_find_twin_rows", lambda self, plan, flat: None)
-        plain = NativeEngine(model, slots=12, max_length=256, guesses=guesses)
+        plain = NativeEngine(model, slots=12, max_length=256, max_guesses=guesses)
         fed_alone = counted(plain)
         expected = [play(plain, PROMPTS) for _ in range(2)]
     for mine, theirs in zip(played[0] + played[1], expected[0] + expected[1], strict=True):
@@ -82,7 +82,7 @@ def test_sharing_does_not_change_what_is_sampled(
 def test_a_group_that_agrees_is_fed_as_one_row() -> None:
     """Greedy rows of one prompt never part; the replies to them are alike as well."""
     model, prompt = tiny(), PROMPTS[0]
-    engine = NativeEngine(model, slots=8, max_length=256, guesses=0)
+    engine = NativeEngine(model, slots=8, max_length=256, max_guesses=0)
     fed = counted(engine)
     reply = words(random.Random(3), 9)
 

@@ -44,7 +44,7 @@ def check(fused: Any, model: Any, *, opened: bool) -> None:
         expected = [each(states) for each in several]
         for got, wanted in zip(fused.project(states, *several), expected, strict=True):
             torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-4)
-        fused.project(inner, down, onto=onto)
+        fused.project(inner, down, add_to=onto)
         torch.testing.assert_close(onto, states + down(inner), atol=1e-5, rtol=1e-4)
     assert (type(fused._split_lora(down).layer) is torch.nn.Linear) == opened
 

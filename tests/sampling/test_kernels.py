@@ -74,8 +74,8 @@ def sampled(engine):
     assert max(worst(model, turns, heat) for turns in played) < 1e-4
     return [[completion.token_ids for _, completion in turns] for turns in played]
 
-expected = sampled(NativeEngine(model, slots=6, max_length=256, guesses=0))
-engine, attend, groups = NativeEngine(model, slots=6, max_length=256, guesses=0), kernels.attend, []
+expected = sampled(NativeEngine(model, slots=6, max_length=256, max_guesses=0))
+engine, attend, groups = NativeEngine(model, slots=6, max_length=256, max_guesses=0), kernels.attend, []
 
 def attended(q, layer, step, scale, sinks=None):
     groups.append(step.group_tiles)
@@ -89,7 +89,7 @@ for layer in layers:
     first, second = layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight
     assert second.data_ptr() == first.data_ptr() + first.nbytes  # one product
     first.data = first.data * -0.5  # replaced: nothing stale is used
-expected = sampled(NativeEngine(model, slots=6, max_length=256, guesses=0))
+expected = sampled(NativeEngine(model, slots=6, max_length=256, max_guesses=0))
 asyncio.run(engine.update(Weights(1)))
 assert sampled(engine) == expected
 print("EQUAL")
@@ -117,8 +117,8 @@ def sampled(engine):
     assert max(worst(model, turns) for turns in played) < 2e-4, max(worst(model, turns) for turns in played)
     return [[completion.token_ids for _, completion in turns] for turns in played]
 
-expected = sampled(NativeEngine(model, slots=6, max_length=256, guesses=0))
-engine, decode, rows = NativeEngine(model, slots=6, max_length=256, guesses=0), delta.decode, []
+expected = sampled(NativeEngine(model, slots=6, max_length=256, max_guesses=0))
+engine, decode, rows = NativeEngine(model, slots=6, max_length=256, max_guesses=0), delta.decode, []
 
 def decoded(layer, states, *args):
     rows.append(len(states))

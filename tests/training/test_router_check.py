@@ -10,14 +10,14 @@ import pytest
 from tests.kits.engine import tiny
 from tests.kits.run import Parity, rows, small, train
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.models.tiny import tiny_tokenizer
+from TrainingFactory.models.tiny import make_tiny_tokenizer
 from TrainingFactory.runs.folder import METRICS
 from TrainingFactory.training.preflight import check_config
 
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder, tokenizer = tmp_path_factory.mktemp("mixture"), tiny_tokenizer()
+    folder, tokenizer = tmp_path_factory.mktemp("mixture"), make_tiny_tokenizer()
     model = tiny("moe", vocab_size=len(tokenizer))
     model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.config.max_position_embeddings = 2048

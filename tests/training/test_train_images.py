@@ -154,4 +154,4 @@ def test_vision_is_loaded_if_the_data_show_images() -> None:
     assert with_vision(off, Shown).model.vision is False
     loaded = load(TrainingConfig())
     assert loaded.vision is None
-    assert make_engine(config, loaded, 1).stats.sampled == 0
+    assert make_engine(config, loaded, 1).stats.sampled_tokens == 0

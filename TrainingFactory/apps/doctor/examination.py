@@ -230,7 +230,7 @@ class DryRun(Training):
         checks.describe_images(self.diagnosis, rows)
         training = self.full_config.training
         group_size = training.group_size if batch.is_sampled else 1
-        images = ImageUse.of_rows(rows, num_steps * training.batch_size * group_size)
+        images = ImageUse.measure_rows(rows, num_steps * training.batch_size * group_size)
         _check_memory(
             self.diagnosis, with_changes(self.full_config, {"model.vision": True}), self.loaded_model, images
         )

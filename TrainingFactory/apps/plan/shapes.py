@@ -262,7 +262,7 @@ def estimate_learner_bytes(
         config, shape, shape.count_held(config), needs, learners, token_budget
     )
     if shape.tower is not None:
-        images = images or ImageUse.largest(config.model.image_tokens)
+        images = images or ImageUse.make_largest(config.model.image_tokens)
         sizes |= get_image_bytes(config, shape.tower, images, token_budget, 2)
     return sizes
 

@@ -19,13 +19,13 @@ def compute_capped_attention(
     v: torch.Tensor,  # [n, K, A, d]
     mask: torch.Tensor | None,
     scale: float,
-    cap: float,
+    softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the outputs [n, K, T, d] and the log-sum-exp [n, K, T] of the capped scores."""
     outputs = []
     logsumexps = []
     for block in _split_blocks(q, k):
-        scores, _ = _compute_scores(q, k, mask, scale, cap, block)
+        scores, _ = _compute_scores(q, k, mask, scale, softcap, block)
         block_logsumexp = scores.logsumexp(-1)
         outputs.append(torch.exp(scores - block_logsumexp[..., None]) @ v.float())
         logsumexps.append(block_logsumexp)
@@ -41,14 +41,14 @@ def compute_capped_gradients(
     logsumexp: torch.Tensor,  # [n, K, T] its log-sum-exp
     mask: torch.Tensor | None,
     scale: float,
-    cap: float,
+    softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q, k and v."""
     query_grads = []
     key_grad = torch.zeros(k.shape, dtype=torch.float32, device=k.device)
     value_grad = torch.zeros(v.shape, dtype=torch.float32, device=v.device)
     for block in _split_blocks(q, k):
-        scores, slope = _compute_scores(q, k, mask, scale, cap, block)
+        scores, slope = _compute_scores(q, k, mask, scale, softcap, block)
         weights = torch.exp(scores - logsumexp[:, :, block, None])
         block_grad = output_grad[:, :, block].float()
         value_grad += weights.mT @ block_grad
@@ -66,11 +66,11 @@ def _split_blocks(q: torch.Tensor, k: torch.Tensor) -> Iterator[slice]:
 
 
 def _compute_scores(
-    q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, scale: float, cap: float, block: slice
+    q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, scale: float, softcap: float, block: slice
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the capped and masked scores of a block of queries, and their derivative by the products q @ k."""
-    tangent = torch.tanh((q[:, :, block].float() @ k.float().mT) * (scale / cap))
-    scores = tangent * cap
+    tanh_scores = torch.tanh((q[:, :, block].float() @ k.float().mT) * (scale / softcap))
+    scores = tanh_scores * softcap
     if mask is not None:
         scores = scores + (mask[:, :, block] if mask.shape[2] > 1 else mask)
-    return scores, (1 - tangent.square()) * scale
+    return scores, (1 - tanh_scores.square()) * scale

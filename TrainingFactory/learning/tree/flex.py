@@ -41,10 +41,9 @@ def count_visible_pairs(pack: Pack) -> np.ndarray:
 def _count_block_tokens(node: TreeNode) -> tuple[int, np.ndarray]:
     """Return the index of the first block with tokens of the node, and the node's number of tokens in this and each
     following block."""
-    bounds = (
-        np.arange(node.start // BLOCK_SIZE, (node.start + node.length - 1) // BLOCK_SIZE + 2) * BLOCK_SIZE
-    )
-    return node.start // BLOCK_SIZE, np.diff(bounds.clip(node.start, node.start + node.length))
+    first_block, node_end = node.start // BLOCK_SIZE, node.start + node.length
+    bounds = np.arange(first_block, (node_end - 1) // BLOCK_SIZE + 2) * BLOCK_SIZE
+    return first_block, np.diff(bounds.clip(node.start, node_end))
 
 
 def pad_to_blocks(pack: Pack) -> Pack:
@@ -61,10 +60,8 @@ def make_block_mask(pack: Pack, device: torch.device, attention_range: Attention
     their `attention_range` (None: without limit)."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    end_tokens, lengths = (
-        [tokens.stop for tokens in find_descendant_tokens(pack.nodes)],
-        [node.length for node in pack.nodes],
-    )
+    end_tokens = [tokens.stop for tokens in find_descendant_tokens(pack.nodes)]
+    lengths = [node.length for node in pack.nodes]
     end_by_key = torch.from_numpy(np.repeat(end_tokens, lengths).astype(np.int32)).to(device)
 
     def is_visible_key(_batch: Any, _head: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -83,10 +80,8 @@ def make_block_mask(pack: Pack, device: torch.device, attention_range: Attention
         is_full_block &= is_fully_near
         mask_mod = _restrict_to_range(is_visible_key, pack.positions, first_visible, device)
     tensors: list[torch.Tensor] = []
-    for blocks in (
-        is_visible & ~is_full_block,
-        is_full_block,
-    ):  # number of key blocks per query block, and their indices first
+    # The number of key blocks per query block, and their indices first.
+    for blocks in (is_visible & ~is_full_block, is_full_block):
         tensors += [blocks.sum(-1, dtype=torch.int32), (~blocks).int().argsort(dim=-1, stable=True).int()]
     counts, indices, full_counts, full_indices = (tensor[None, None].to(device) for tensor in tensors)
     return BlockMask.from_kv_blocks(
@@ -119,8 +114,8 @@ def _find_near_blocks(positions: np.ndarray, first_visible: np.ndarray) -> tuple
     """Return two masks of blocks, judged by positions alone: blocks in which some (query, key) pair may be within the
     attention range, and blocks in which all pairs are."""
     starts = np.arange(0, len(positions), BLOCK_SIZE)
-    first_key, last_key = (bound.reduceat(positions, starts) for bound in (np.minimum, np.maximum))
-    min_visible, max_visible = (bound.reduceat(first_visible, starts) for bound in (np.minimum, np.maximum))
+    first_key, last_key = (ufunc.reduceat(positions, starts) for ufunc in (np.minimum, np.maximum))
+    min_visible, max_visible = (ufunc.reduceat(first_visible, starts) for ufunc in (np.minimum, np.maximum))
     return last_key >= min_visible[:, None], first_key >= max_visible[:, None]
 
 
@@ -161,6 +156,8 @@ def attend_on_gpu(
     )  # fmt: skip
     if sinks is None:
         return attention_result
-    output, aux = attention_result
-    key_share = torch.sigmoid(aux.lse - sinks.float()[None, :, None])  # of the keys; the sink has the rest
+    output, aux_output = attention_result
+    key_share = torch.sigmoid(
+        aux_output.lse - sinks.float()[None, :, None]
+    )  # of the keys; the sink has the rest
     return (output * key_share[..., None]).to(output.dtype)

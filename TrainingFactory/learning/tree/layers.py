@@ -74,13 +74,13 @@ def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
     tensors."""
     compiled_function = torch.compile(function)
 
-    def call(*args: Any) -> Any:
+    def call_compiled(*args: Any) -> Any:
         for arg in args:
             if isinstance(arg, torch.Tensor) and arg.dim() == 3:
                 torch._dynamo.maybe_mark_dynamic(arg, 1)
         return compiled_function(*args)
 
-    return call
+    return call_compiled
 
 
 @contextlib.contextmanager
@@ -90,9 +90,8 @@ def use_fused_layers(model: PreTrainedModel, attend: Attend, jit: Jit = compile_
     config = model.config.get_text_config()
     is_supported = config.model_type in SUPPORTED_MODEL_TYPES and config.hidden_act == "silu"
     base_model: Any = model.base_model
-    text_model = getattr(
-        base_model, "language_model", getattr(base_model, "text_model", base_model)
-    )  # inside a vision-language model
+    # Inside a vision-language model.
+    text_model = getattr(base_model, "language_model", getattr(base_model, "text_model", base_model))
     layers: list[Any] = list(filter(_is_unpatched, text_model.layers)) if is_supported else []
     for layer in layers:
         layer.forward = functools.partial(_forward, layer, attend, jit)
@@ -153,13 +152,13 @@ def _prepare_attention(
 ) -> Sequence[torch.Tensor]:
     attention, pre_norm = layer.self_attn, layer.input_layernorm
     epsilon = pre_norm.variance_epsilon
-    norms = [getattr(attention, f"{name}_norm", None) for name in ("q", "k")]
-    weights = [None if qk_norm is None else qk_norm.weight for qk_norm in norms]
+    qk_norms = [getattr(attention, f"{name}_norm", None) for name in ("q", "k")]
+    weights = [None if qk_norm is None else qk_norm.weight for qk_norm in qk_norms]
     if matrices is not None:
         return jit(project_qkv)(states, pre_norm.weight, epsilon, *cos_sin, *matrices[:3], *weights)
     normed = jit(rms_norm)(states, pre_norm.weight, epsilon)
-    pairs = zip((attention.q_proj, attention.k_proj), weights, strict=True)
-    rotated = [jit(rotate)(project(normed), *cos_sin, weight, epsilon) for project, weight in pairs]
+    projections = zip((attention.q_proj, attention.k_proj), weights, strict=True)
+    rotated = [jit(rotate)(project(normed), *cos_sin, weight, epsilon) for project, weight in projections]
     return *rotated, attention.v_proj(normed).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
 
 

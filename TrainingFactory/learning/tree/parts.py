@@ -29,7 +29,7 @@ FREE_PADDING = 256  # padding tokens that cost no more than one further part
 class PaddedRows:
     """The queries or the keys of a part: n rows of tokens, padded to one length. A single row is a slice."""
 
-    rows: int  # n
+    num_rows: int  # n
     padded_tokens: torch.Tensor | slice  # [n * length] token indices, padded with 0
     valid_positions: torch.Tensor | None  # positions in `padded_tokens` that are not padding; None: all
     tokens: torch.Tensor | slice  # token indices without padding
@@ -38,7 +38,7 @@ class PaddedRows:
         """Arrange the states of the tree's tokens in padded rows: [N, ...] -> [n, length, ...]"""
         if isinstance(self.padded_tokens, slice):
             return states[self.padded_tokens][None]
-        return states.index_select(0, self.padded_tokens).unflatten(0, (self.rows, -1))
+        return states.index_select(0, self.padded_tokens).unflatten(0, (self.num_rows, -1))
 
     def remove_padding(self, states: torch.Tensor) -> torch.Tensor:
         """Return the states of padded rows without the padding: [n, length, ...] -> [real tokens, ...]"""
@@ -73,10 +73,10 @@ def plan_parts(nodes: list[TreeNode], device: torch.device) -> list[TreePart]:
         levels[node.level].append(index)
     parts = plan_node_parts(nodes, device)
     for indices in levels:
-        parents = [index for index in indices if len(descendants[index])]
-        if parents:
-            queries, _ = pad_rows([descendants[index] for index in parents], device)
-            keys, is_token = pad_rows([_get_token_range(nodes[index]) for index in parents], device)
+        parent_indices = [index for index in indices if len(descendants[index])]
+        if parent_indices:
+            queries, _ = pad_rows([descendants[index] for index in parent_indices], device)
+            keys, is_token = pad_rows([_get_token_range(nodes[index]) for index in parent_indices], device)
             mask = torch.where(torch.from_numpy(is_token), 0.0, -torch.inf)[:, None, None].to(device)
             parts.append(TreePart(queries, keys, False, None if keys.valid_positions is None else mask))
     return parts
@@ -186,8 +186,8 @@ def _fold_heads(queries: torch.Tensor) -> torch.Tensor:
     return queries.permute(0, 2, 3, 1, 4).flatten(2, 3)
 
 
-def _unfold_heads(folded: torch.Tensor, num_groups: int) -> torch.Tensor:
-    return folded.unflatten(2, (num_groups, -1)).permute(0, 3, 1, 2, 4)
+def _unfold_heads(folded_queries: torch.Tensor, num_groups: int) -> torch.Tensor:
+    return folded_queries.unflatten(2, (num_groups, -1)).permute(0, 3, 1, 2, 4)
 
 
 class _Attention(torch.autograd.Function):
@@ -234,21 +234,20 @@ class _Attention(torch.autograd.Function):
             logsumexp = torch.logaddexp(logsumexp, sink_logits)
         output = output.to(q.dtype)
         ctx.save_for_backward(output, logsumexp, sinks, *inputs)
-        ctx.parts, ctx.scale, ctx.softcap, ctx.keys = parts, scale, softcap, k.shape
+        ctx.parts, ctx.scale, ctx.softcap, ctx.key_shape = parts, scale, softcap, k.shape
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         output, logsumexp, sinks, *inputs = ctx.saved_tensors
         num_groups = output.shape[2]
-        input_grads = [output.new_zeros(shape) for shape in (output.shape, ctx.keys, ctx.keys)]
+        input_grads = [output.new_zeros(shape) for shape in (output.shape, ctx.key_shape, ctx.key_shape)]
         output_grad = grads[0].contiguous()
         for index, part in enumerate(ctx.parts):
             queries, keys = part.queries, part.keys
             grad = queries.pad_states(output_grad)
-            if (
-                queries.valid_positions is not None
-            ):  # padded queries must not contribute to the gradients of keys and values
+            # Padded queries must not contribute to the gradients of keys and values.
+            if queries.valid_positions is not None:
                 is_token = grad.new_zeros(grad.shape[:2].numel()).index_fill_(0, queries.valid_positions, 1.0)
                 grad = grad * is_token.view(*grad.shape[:2], 1, 1, 1)
             part_lse = _fold_heads(queries.pad_states(logsumexp))[..., 0].contiguous()
@@ -275,5 +274,5 @@ def _compute_sink_gradient(
     if sinks is None:
         return None
     sink_probability = torch.exp(sinks.float()[..., None] - logsumexp)
-    product = (output_grad.float() * output.float()).sum(-1, keepdim=True)
-    return -(sink_probability * product).sum((0, -1)).to(sinks.dtype)
+    output_products = (output_grad.float() * output.float()).sum(-1, keepdim=True)
+    return -(sink_probability * output_products).sum((0, -1)).to(sinks.dtype)

@@ -40,17 +40,17 @@ class AttentionRange:
         piece."""
         piece_length = min(self.size, max(MAX_PIECE_TOKENS, self.size // 4))
         pieces: list[TreeNode] = []
-        last_piece: list[int] = []  # of each node
+        last_pieces: list[int] = []  # of each node
         for node in nodes:
             offsets = np.arange(node.depth, node.depth + node.length)
             offsets = (offsets % self.size if self.is_chunked else offsets) % piece_length
             starts = [0, *(start for start in np.flatnonzero(offsets == 0).tolist() if start)]
-            parent = last_piece[node.parent] if node.parent >= 0 else -1
+            parent = last_pieces[node.parent] if node.parent >= 0 else -1
             for start, end in zip(starts, [*starts[1:], node.length], strict=True):
                 level = pieces[parent].level + 1 if parent >= 0 else 0
                 pieces.append(TreeNode(node.start + start, end - start, node.depth + start, parent, level))
                 parent = len(pieces) - 1
-            last_piece.append(parent)
+            last_pieces.append(parent)
         return pieces
 
 

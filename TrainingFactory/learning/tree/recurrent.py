@@ -47,17 +47,17 @@ def plan_segments(nodes: Sequence[TreeNode], device: torch.device) -> list[Segme
     segments = _make_segments(nodes)
     groups: dict[tuple[int, bool, int], list[int]] = {}  # by level, whether rows begin here, and length
     sorted_indices = sorted(range(len(segments)), key=lambda index: -len(segments[index].tokens))
-    longest_leaf: dict[tuple[int, bool], int] = {}  # of the current group of leaves
+    longest_leaves: dict[tuple[int, bool], int] = {}  # of the current group of leaves
     for index in sorted_indices:
         segment = segments[index]
         length, leaf_key = len(segment.tokens), (segment.level, segment.parent < 0)
         if not segment.has_children:
-            if longest_leaf.get(leaf_key, 1 << 62) - length > max(MAX_PADDING_TOKENS, length // 2):
-                longest_leaf[leaf_key] = length
-            length = -longest_leaf[leaf_key]
+            if longest_leaves.get(leaf_key, 1 << 62) - length > max(MAX_PADDING_TOKENS, length // 2):
+                longest_leaves[leaf_key] = length
+            length = -longest_leaves[leaf_key]
         groups.setdefault((*leaf_key, length), []).append(index)
     return [
-        _make_batch(segments, groups[key], device, is_first=key[1], keep_states=key[2] > 0)
+        _make_batch(segments, groups[key], device, is_first=key[1], keeps_states=key[2] > 0)
         for key in sorted(groups, key=lambda key: key[0])
     ]
 
@@ -82,7 +82,7 @@ def _make_segments(nodes: Sequence[TreeNode]) -> list[Segment]:
 
 
 def _make_batch(
-    segments: list[Segment], indices: list[int], device: torch.device, *, is_first: bool, keep_states: bool
+    segments: list[Segment], indices: list[int], device: torch.device, *, is_first: bool, keeps_states: bool
 ) -> SegmentBatch:
     rows = [segments[index] for index in indices]
     lengths = np.array([len(row.tokens) for row in rows])
@@ -90,10 +90,10 @@ def _make_batch(
     tokens = np.stack([row.tokens[np.minimum(columns, len(row.tokens) - 1)] for row in rows])
     num_repeated = np.array([row.num_repeated for row in rows])
     is_output = (columns < lengths[:, None]) & (columns >= num_repeated[:, None])
-    outputs = np.flatnonzero(is_output)
-    tensors = [torch.from_numpy(array).to(device) for array in (tokens, outputs, tokens[is_output])]
+    output_indices = np.flatnonzero(is_output)
+    tensors = [torch.from_numpy(array).to(device) for array in (tokens, output_indices, tokens[is_output])]
     parents = [] if is_first else [row.parent for row in rows]
-    return SegmentBatch(tensors[0], tensors[1], tensors[2], parents, indices if keep_states else [])
+    return SegmentBatch(tensors[0], tensors[1], tensors[2], parents, indices if keeps_states else [])
 
 
 @contextlib.contextmanager
@@ -144,9 +144,11 @@ def _forward(
         for row, index in enumerate(batch.saved_segments):
             last_states[index] = [None if state is None else state[row : row + 1] for state in states.tensors]
     indices = torch.cat([batch.output_tokens for batch in batches])
-    joined = torch.cat(outputs)
-    flat = joined.new_zeros(hidden_states.shape[1], joined.shape[1]).index_copy(0, indices, joined)[None]
-    return (flat, *layer_output[1:]) if isinstance(layer_output, tuple) else flat
+    joined_outputs = torch.cat(outputs)
+    flat_rows = joined_outputs.new_zeros(hidden_states.shape[1], joined_outputs.shape[1]).index_copy(
+        0, indices, joined_outputs
+    )[None]
+    return (flat_rows, *layer_output[1:]) if isinstance(layer_output, tuple) else flat_rows
 
 
 def _join_states(states: tuple[torch.Tensor | None, ...]) -> torch.Tensor | None:

@@ -35,11 +35,11 @@ class AttentionPart:
     make_mask: MakeMask
     pad: torch.Tensor | None = None  # [P * T]: the flat token at each padded position; None: no padding
     unpad: torch.Tensor | None = None  # [n]: the padded position of each flat token
-    trunk: int = 0  # length of the prefix that all rows share; 0: rows are read separately
-    trunk_slot: int = 0  # slot of one of these rows
+    prefix_length: int = 0  # length of the prefix that all rows share; 0: rows are read separately
+    prefix_slot: int = 0  # slot of one of these rows
     _masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
 
-    def fold(self, q: torch.Tensor) -> torch.Tensor:
+    def fold_queries(self, q: torch.Tensor) -> torch.Tensor:
         """Pad and fold queries [n, Hkv, G, d] to [P, Hkv, G * T, d]: query heads with the same key head become query
         positions."""
         length = self.positions.shape[1]
@@ -48,20 +48,20 @@ class AttentionPart:
             return q
         return q.unflatten(0, (-1, length)).permute(0, 2, 3, 1, 4).flatten(2, 3)
 
-    def unfold(self, output: torch.Tensor) -> torch.Tensor:
-        """Undo `fold` for an attention output: [P, Hkv, G * T, d] -> [n, Hkv, G, d]"""
+    def unfold_output(self, output: torch.Tensor) -> torch.Tensor:
+        """Undo `fold_queries` for an attention output: [P, Hkv, G * T, d] -> [n, Hkv, G, d]"""
         length = self.positions.shape[1]
         if length > 1:
             output = output.unflatten(2, (-1, length)).permute(0, 3, 1, 2, 4).flatten(0, 1)
         return output if self.unpad is None else output.index_select(0, self.unpad)
 
-    def get_mask(self, groups: int, window: int | None) -> torch.Tensor:
+    def get_mask(self, num_groups: int, window: int | None) -> torch.Tensor:
         """Return the additive mask [P, 1, G * T, width], or in a shape that broadcasts to it, for all layers with this
         window."""
-        if (groups, window) not in self._masks:
+        if (num_groups, window) not in self._masks:
             mask = self.make_mask(self.positions, self.width, window)
-            self._masks[groups, window] = mask if mask.shape[2] == 1 else mask.repeat(1, 1, groups, 1)
-        return self._masks[groups, window]
+            self._masks[num_groups, window] = mask if mask.shape[2] == 1 else mask.repeat(1, 1, num_groups, 1)
+        return self._masks[num_groups, window]
 
 
 @dataclass(slots=True)
@@ -87,7 +87,9 @@ class StepContext:
     num_dense: int = 0  # tokens of the dense part
     chunks: AttentionPart | None = None
     shapes: list[LayerShape] = field(default_factory=list)  # filled by the probe
-    keys: list[torch.Tensor] = field(default_factory=list)  # by the probe too, to find layers that share them
+    recorded_keys: list[torch.Tensor] = field(
+        default_factory=list
+    )  # by the probe too, to find layers that share them
     # With the GPU kernels, instead of the two parts:
     attend: Callable[..., torch.Tensor] | None = None
     positions: torch.Tensor | None = None  # [N]
@@ -103,19 +105,19 @@ def compute_part_attention(
     """Compute the attention of one part of a forward from its queries: [1, H, n, d] -> [n, H, dv]"""
     q = query[0].transpose(0, 1).unflatten(1, (layer.keys.shape[2], -1))  # [n, Hkv, G, d]
     shape = layer.shape
-    trunk_length = part.trunk if shape.is_plain else 0
-    k, v = (  # [P, Hkv, width - trunk, d]
-        cache.gather(layer, states, part.slots, trunk_length, part.width).transpose(1, 2)
+    prefix_length = part.prefix_length if shape.is_plain else 0
+    k, v = (  # [P, Hkv, width - prefix, d]
+        cache.gather(layer, states, part.slots, prefix_length, part.width).transpose(1, 2)
         for states in (layer.keys, layer.values)
     )
-    mask = part.get_mask(q.shape[2], shape.window)[..., trunk_length:]
-    if trunk_length:
+    mask = part.get_mask(q.shape[2], shape.window)[..., prefix_length:]
+    if prefix_length:
         return attend_with_prefix(q, k, v, mask, layer, cache, part, scale).flatten(1, 2)
     if shape.softcap is None and sinks is None:
-        output = scaled_dot_product_attention(part.fold(q), k, v, attn_mask=mask, scale=scale)
+        output = scaled_dot_product_attention(part.fold_queries(q), k, v, attn_mask=mask, scale=scale)
     else:
-        output = attend_explicitly(part.fold(q), k, v, mask, scale, shape.softcap, sinks)
-    return part.unfold(output).flatten(1, 2)
+        output = attend_explicitly(part.fold_queries(q), k, v, mask, scale, shape.softcap, sinks)
+    return part.unfold_output(output).flatten(1, 2)
 
 
 def attend_explicitly(
@@ -141,17 +143,17 @@ def attend_with_prefix(
 ) -> torch.Tensor:  # fmt: skip
     """Attend to the rows' shared prefix once and to the rest per row; merge both by their log-sum-exps. CPU only."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    slot = slice(part.trunk_slot, part.trunk_slot + 1)
+    slot = slice(part.prefix_slot, part.prefix_slot + 1)
     prefix_states = (
-        cache.gather(layer, states, slot, 0, part.trunk).transpose(1, 2)
+        cache.gather(layer, states, slot, 0, part.prefix_length).transpose(1, 2)
         for states in (layer.keys, layer.values)
     )
     all_queries = q.transpose(0, 1).flatten(1, 2)[None]  # [1, Hkv, n * G, d]
     prefix_output, prefix_sum = flash(all_queries, *prefix_states, scale=scale)
     prefix_output = prefix_output[0].unflatten(1, (q.shape[0], -1)).transpose(0, 1)  # [n, Hkv, G, d]
     prefix_sum = prefix_sum[0].unflatten(1, (q.shape[0], -1)).transpose(0, 1)[..., None]  # [n, Hkv, G, 1]
-    suffix_output, suffix_sum = flash(part.fold(q), k, v, attn_mask=mask, scale=scale)
-    suffix_output, suffix_sum = part.unfold(suffix_output), part.unfold(suffix_sum[..., None])
+    suffix_output, suffix_sum = flash(part.fold_queries(q), k, v, attn_mask=mask, scale=scale)
+    suffix_output, suffix_sum = part.unfold_output(suffix_output), part.unfold_output(suffix_sum[..., None])
     prefix_weight = torch.sigmoid(prefix_sum - suffix_sum)  # float32, like the merge
     return torch.lerp(suffix_output.float(), prefix_output.float(), prefix_weight).to(suffix_output.dtype)
 
@@ -229,10 +231,10 @@ def _record_shape(
     shape.window = _get_window(module, layer_index, kwargs)
     shape.softcap, shape.has_sinks = kwargs.get("softcap"), sinks is not None
     shape.is_latent = is_latent(module)
-    layer_keys = zip(step.shapes, step.keys, strict=True)
+    layer_keys = zip(step.shapes, step.recorded_keys, strict=True)
     shape.source_layer = next((owner.layer for owner, earlier_key in layer_keys if earlier_key is key), None)
     step.shapes.append(shape)
-    step.keys.append(key)
+    step.recorded_keys.append(key)
     # Zeros of the right shape, because the probe ignores the values.
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
 

@@ -53,12 +53,12 @@ def _split_expansion(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def absorb_keys(module: Any, query: torch.Tensor) -> torch.Tensor:
     """Apply the expansion of the keys to the queries: [1, H, N, key size + rotated] -> [1, H, N, r + rotated]"""
-    keys, _ = _split_expansion(module)
-    unrotated_query, rotated_query = query.split([keys.shape[1], query.shape[-1] - keys.shape[1]], -1)
-    return torch.cat((unrotated_query[0] @ keys, rotated_query[0]), -1)[None]
+    weights, _ = _split_expansion(module)
+    unrotated_query, rotated_query = query.split([weights.shape[1], query.shape[-1] - weights.shape[1]], -1)
+    return torch.cat((unrotated_query[0] @ weights, rotated_query[0]), -1)[None]
 
 
 def expand_values(module: Any, output: torch.Tensor) -> torch.Tensor:
     """Apply the expansion of the values to the attention output: [1, N, H, r] -> [1, N, H, value size]"""
-    _, values = _split_expansion(module)
-    return (output[0].transpose(0, 1) @ values.transpose(1, 2)).transpose(0, 1)[None]
+    _, value_weights = _split_expansion(module)
+    return (output[0].transpose(0, 1) @ value_weights.transpose(1, 2)).transpose(0, 1)[None]

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-PAGE = 32
+PAGE = 32  # tokens of a page
 WINDOW_SLACK = 64  # tokens kept before the window, because a step can be rolled back by a few tokens
 
 
@@ -37,7 +37,7 @@ class PageTable:
         self.ends = np.zeros(num_slots, np.int64)  # first page that it does not hold
         self.references = np.zeros(size + 1, np.int64)
         self.num_free = size
-        self._free = np.arange(size)[::-1].copy()  # a stack: the first `num_free` pages are free
+        self._free_pages = np.arange(size)[::-1].copy()  # a stack: the first `num_free` pages are free
         self.copies: dict[int, int] = {}  # copies to make, source by target
         self.changed_slots: set[int] = set()  # slots whose entries differ from the device's copy
         if is_fixed:
@@ -59,10 +59,10 @@ class PageTable:
     def _take_pages(self, num_pages: int) -> np.ndarray:
         self.num_free -= num_pages
         assert self.num_free >= 0, "reserve pages only if enough are free"
-        return self._free[self.num_free : self.num_free + num_pages]
+        return self._free_pages[self.num_free : self.num_free + num_pages]
 
     def free_pages(self) -> list[int]:
-        return self._free[: self.num_free].tolist()
+        return self._free_pages[: self.num_free].tolist()
 
     def reserve_many(self, slots: np.ndarray, end_pages: np.ndarray) -> None:
         """Allocate pages before `end_pages` for each slot, without a Python loop over the slots."""
@@ -79,7 +79,7 @@ class PageTable:
         pages = self.entries[slot, first_page:end_page]
         self.references[pages] -= 1
         unused_pages = pages[self.references[pages] == 0]
-        self._free[self.num_free : self.num_free + len(unused_pages)] = unused_pages
+        self._free_pages[self.num_free : self.num_free + len(unused_pages)] = unused_pages
         self.num_free += len(unused_pages)
         self.entries[slot, first_page:end_page] = self.scratch
         self.changed_slots.add(slot)
@@ -141,10 +141,11 @@ class PageTable:
             return np.ones(len(lengths), bool)
         return self.begins <= np.maximum(lengths - self.window + 1, 0) // PAGE
 
-    def exchange(self, low_slots: np.ndarray, high: np.ndarray, num_pages: int) -> None:
-        """Exchange the pages of each slot in `low_slots` with those of the slot at the same index in `high`. The slots
-        use at most their first `num_pages` pages."""
-        all_slots, swapped_slots = np.concatenate((low_slots, high)), np.concatenate((high, low_slots))
+    def exchange(self, low_slots: np.ndarray, high_slots: np.ndarray, num_pages: int) -> None:
+        """Exchange the pages of each slot in `low_slots` with those of the slot at the same index in `high_slots`. The
+        slots use at most their first `num_pages` pages."""
+        all_slots = np.concatenate((low_slots, high_slots))
+        swapped_slots = np.concatenate((high_slots, low_slots))
         if self.fixed:
             sources, targets = self.entries[swapped_slots, :num_pages], self.entries[all_slots, :num_pages]
             self.copies = dict(zip(targets.ravel().tolist(), sources.ravel().tolist(), strict=True))
@@ -161,8 +162,8 @@ class CachePages:
         self, slots: int, max_length: int, windows: Sequence[int | None], pages: Sequence[int], *, fixed: bool
     ) -> None:
         self.num_slots, self.fixed = slots, fixed
-        self.per_slot = -(-max_length // PAGE)
-        self._limits = list(zip(windows, pages, strict=True))
+        self.pages_per_slot = -(-max_length // PAGE)
+        self._windows_and_counts = list(zip(windows, pages, strict=True))
         self._has_windows = not fixed and any(window is not None for window in windows)
         self.peak_pages = 0  # most pages of the first table in use
         self.clear()
@@ -170,8 +171,8 @@ class CachePages:
     def clear(self) -> None:
         """Release all pages of all slots."""
         self.tables = [
-            PageTable(self.num_slots, self.per_slot, count, window, self.fixed)
-            for window, count in self._limits
+            PageTable(self.num_slots, self.pages_per_slot, count, window, self.fixed)
+            for window, count in self._windows_and_counts
         ]
 
     @property
@@ -193,7 +194,7 @@ class CachePages:
 
     def reserve_many(self, slots: np.ndarray, lengths: np.ndarray) -> bool:
         """Reserve pages for these lengths, if enough pages are free for all slots."""
-        end_pages = np.minimum(-(-lengths // PAGE), self.per_slot)
+        end_pages = np.minimum(-(-lengths // PAGE), self.pages_per_slot)
         if int(np.maximum(end_pages - self.tables[0].ends[slots], 0).sum()) > self.num_free:
             return False
         for table in self.tables:
@@ -213,7 +214,7 @@ class CachePages:
         return int(any(table.references[table.entries[slot, length // PAGE]] > 1 for table in self.tables))
 
     def count_pages(self, length: int) -> int:
-        return min(-(-length // PAGE), self.per_slot)
+        return min(-(-length // PAGE), self.pages_per_slot)
 
     def locate(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Return the position in the pool [tables, N] of the tokens at these positions [N] of these slots [N]."""
@@ -234,17 +235,17 @@ class CachePages:
         for table in self.tables:
             table.truncate(slot, length)
 
-    def share(self, source: int, target: int, length: int, reserved: int) -> None:
-        """Give the slot `target` the first `length` tokens of `source`, and reserve pages for `reserved` tokens."""
+    def share(self, source: int, target: int, length: int, reserved_tokens: int) -> None:
+        """Give the slot `target` the first `length` tokens of `source`, and reserve pages for `reserved_tokens`."""
         for table in self.tables:
-            table.share(source, target, length, self.count_pages(reserved))
+            table.share(source, target, length, self.count_pages(reserved_tokens))
 
     def release_outside_window(self, slots: np.ndarray, stored_lengths: np.ndarray) -> None:
         if self._has_windows:
             for table in self.tables:
                 table.release_outside_window(slots, stored_lengths)
 
-    def usable(self, lengths: np.ndarray) -> np.ndarray:
+    def get_usable(self, lengths: np.ndarray) -> np.ndarray:
         """Return `lengths` [slots], with 0 for slots that have released pages which the next token reads."""
         if not self._has_windows:
             return lengths

@@ -16,12 +16,12 @@ class Snapshots:
     """Snapshots of `num_snapshots` recurrent states. The least recently used one is replaced when all are in use."""
 
     def __init__(self, num_slots: int, num_snapshots: int) -> None:
-        self.num_slots, self.size = num_slots, num_snapshots
+        self.num_slots, self.num_snapshots = num_slots, num_snapshots
         self.clear()
 
     @property
     def num_rows(self) -> int:
-        return self.num_slots + 1 + self.size
+        return self.num_slots + 1 + self.num_snapshots
 
     @property
     def unused_row(self) -> int:
@@ -35,9 +35,9 @@ class Snapshots:
         self.stops: list[set[int]] = [set() for _ in range(self.num_slots)]
         self.row_copies: list[tuple[int, int]] = []  # source and target rows, to copy in this order
         self._slots_of: dict[int, set[int]] = {}  # slots of each snapshot, the least recently used one first
-        self._free = list(range(self.num_slots + 1, self.num_rows))
+        self._free_rows = list(range(self.num_slots + 1, self.num_rows))
 
-    def usable(self, lengths: np.ndarray, stored_lengths: np.ndarray) -> np.ndarray:
+    def get_usable(self, lengths: np.ndarray, stored_lengths: np.ndarray) -> np.ndarray:
         """Return the longest prefix of at most `lengths` [slots] tokens after which each slot has a state."""
         usable_lengths = np.where(stored_lengths <= lengths, stored_lengths, 0)
         for slot, rows in enumerate(self.rows_at):
@@ -50,17 +50,17 @@ class Snapshots:
         """Take a snapshot of the slot's current state, and return its row."""
         row = self.rows_at[slot].get(position)
         if row is None:
-            if not self._free:
+            if not self._free_rows:
                 self._evict_snapshot(next(iter(self._slots_of)))
-            row = self._free.pop()
+            row = self._free_rows.pop()
             self.row_copies.append((slot, row))
         self._add_reference(slot, position, row)
         return row
 
-    def find_stop(self, slot: int, current_position: int, end: int) -> int:
+    def find_pause(self, slot: int, current_position: int, end: int) -> int:
         """Return the next position after `current_position` at which prefilling pauses for a snapshot of the slot, at
         most `end`."""
-        return min([end, *(stop for stop in self.stops[slot] if stop > current_position)])
+        return min([end, *(position for position in self.stops[slot] if position > current_position)])
 
     def take_due(self, slots: np.ndarray, stored_lengths: np.ndarray, copyable_lengths: np.ndarray) -> None:
         """Take snapshots of slots that reach a planned pause, if other sessions may reuse all tokens before it."""
@@ -78,11 +78,11 @@ class Snapshots:
         for slot in self._slots_of.pop(row):
             rows_at = self.rows_at[slot].items()
             self.rows_at[slot] = {position: other_row for position, other_row in rows_at if other_row != row}
-        self._free.append(row)
+        self._free_rows.append(row)
 
     def restore(self, slot: int, position: int, current_position: int) -> None:
-        """Reset the slot's state from position `current_position` to the earlier `position`, for which `usable` must
-        have found a state."""
+        """Reset the slot's state from position `current_position` to the earlier `position`, for which `get_usable`
+        must have found a state."""
         if position == 0:
             self.drop(slot)
             self.row_copies.append((EMPTY_STATE, slot))
@@ -91,8 +91,8 @@ class Snapshots:
             row = self.rows_at[slot][position]
             self._add_reference(slot, position, row)
             self.row_copies.append((row, slot))
-        for later in [later for later in self.rows_at[slot] if later > position]:
-            self._remove_reference(slot, later)
+        for key in [key for key in self.rows_at[slot] if key > position]:
+            self._remove_reference(slot, key)
 
     def share(self, source_slot: int, stored_length: int, target_slot: int, position: int) -> None:
         """Give `target_slot` the state of `source_slot` at `position` and the snapshots up to there. The current state
@@ -111,14 +111,14 @@ class Snapshots:
         self._add_reference(target_slot, position, row)
         self.row_copies.append((row, target_slot))
 
-    def exchange(self, first_slot: int, second: int) -> None:
+    def exchange(self, slot_a: int, slot_b: int) -> None:
         """Exchange the states and the snapshots of two slots."""
-        self.row_copies += [(first_slot, self.unused_row), (second, first_slot), (self.unused_row, second)]
-        swapped_slots = {first_slot: second, second: first_slot}
-        for row in {*self.rows_at[first_slot].values(), *self.rows_at[second].values()}:
+        self.row_copies += [(slot_a, self.unused_row), (slot_b, slot_a), (self.unused_row, slot_b)]
+        swapped_slots = {slot_a: slot_b, slot_b: slot_a}
+        for row in {*self.rows_at[slot_a].values(), *self.rows_at[slot_b].values()}:
             self._slots_of[row] = {swapped_slots.get(slot, slot) for slot in self._slots_of[row]}
-        self.rows_at[first_slot], self.rows_at[second] = self.rows_at[second], self.rows_at[first_slot]
-        self.stops[first_slot], self.stops[second] = self.stops[second], self.stops[first_slot]
+        self.rows_at[slot_a], self.rows_at[slot_b] = self.rows_at[slot_b], self.rows_at[slot_a]
+        self.stops[slot_a], self.stops[slot_b] = self.stops[slot_b], self.stops[slot_a]
 
     def drop(self, slot: int) -> None:
         """Forget the slot's snapshots. Snapshots that other slots share stay."""
@@ -131,4 +131,4 @@ class Snapshots:
         self._slots_of[row].discard(slot)
         if not self._slots_of[row]:
             del self._slots_of[row]
-            self._free.append(row)
+            self._free_rows.append(row)

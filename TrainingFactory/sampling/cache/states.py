@@ -131,17 +131,15 @@ class LimitedSteps(nn.Module):
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
-        self.layer, self.project = (
-            [layer],
-            layer.in_proj,
-        )  # a list, because the layer is not a part of this module
+        # A list, because the layer is not a part of this module.
+        self.layer, self.project = [layer], layer.in_proj
         limits = torch.tensor(layer.time_step_limit, dtype=torch.float64)
-        self.low, self.high = torch.expm1(limits).log().tolist()  # before softplus
+        self.min_input, self.max_input = torch.expm1(limits).log().tolist()  # before softplus
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         output, bias = self.project(states), self.layer[0].dt_bias.float()
         time_steps = output[..., -len(bias) :]
-        limited_steps = torch.clamp(time_steps.float() + bias, self.low, self.high) - bias
+        limited_steps = torch.clamp(time_steps.float() + bias, self.min_input, self.max_input) - bias
         return torch.cat((output[..., : -len(bias)], limited_steps.to(output.dtype)), -1)
 
 
@@ -158,7 +156,7 @@ class RecurrentLayer:
         kwargs["attention_mask"] = None
         if step.cache is None:
             states = RowStates(self.layer_idx)
-            result = self._call(hidden_states, states, args, kwargs)
+            result = self._call_layer(hidden_states, states, args, kwargs)
             conv_state, recurrent_state = (None if state is None else state[:0] for state in states.tensors)
             step.shapes.append(StateShape(self.layer_idx, (conv_state, recurrent_state)))
             return result
@@ -166,7 +164,7 @@ class RecurrentLayer:
         result: Any = None
         for rows in step.rows:
             inputs = hidden_states[0, rows.tokens].unflatten(0, (rows.num_rows, -1))
-            result = self._run(inputs, rows, step.cache.layers[self.layer_idx], args, kwargs)
+            result = self._run_rows(inputs, rows, step.cache.layers[self.layer_idx], args, kwargs)
             outputs.append((result[0] if isinstance(result, tuple) else result).flatten(0, 1))
         if len(outputs) == 1 and len(outputs[0]) == hidden_states.shape[1]:
             flat_output = outputs[0][None]
@@ -176,7 +174,7 @@ class RecurrentLayer:
                 flat_output[0, rows.tokens] = output
         return (flat_output, *result[1:]) if isinstance(result, tuple) else flat_output
 
-    def _run(
+    def _run_rows(
         self, inputs: torch.Tensor, rows: StateRows, cached: Sequence[torch.Tensor | None], args: Any, kwargs: Any
     ) -> Any:  # fmt: skip
         """Compute rows [P, T, D] from their cached states, and store the new states."""
@@ -190,7 +188,7 @@ class RecurrentLayer:
             return kernels.decode(self, inputs, rows.slots, *cached)
         starts = [None if state is None or rows.is_new else _read_rows(state, rows.slots) for state in cached]
         states = RowStates(self.layer_idx, *starts)
-        result = self._call(inputs, states, args, kwargs)
+        result = self._call_layer(inputs, states, args, kwargs)
         for cache, old_state, new in zip(cached, starts, states.tensors, strict=True):
             if cache is None or new is None or (new is old_state and isinstance(rows.slots, slice)):
                 continue  # the layer has updated the cache in place
@@ -200,7 +198,7 @@ class RecurrentLayer:
                 cache.index_copy_(0, rows.slots, new.to(cache.dtype))
         return result
 
-    def _call(self, inputs: torch.Tensor, states: RowStates, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _call_layer(self, inputs: torch.Tensor, states: RowStates, args: Any, kwargs: dict[str, Any]) -> Any:
         base: Any = super()
         return base.forward(inputs, *args, **{**kwargs, get_cache_argument(type(self).__mro__[2]): states})
 
@@ -222,29 +220,29 @@ def get_recurrent_class(module: nn.Module) -> type[nn.Module] | None:
     return _with_states(type(module)) if is_recurrent(module) else None
 
 
-def dense_rows(slots: np.ndarray, unused: int, device: torch.device) -> StateRows:
-    """Return the rows for the first tokens of a forward, one token of each slot in `slots`. Entries equal to `unused`
-    are padding."""
+def make_dense(slots: np.ndarray, unused_slot: int, device: torch.device) -> StateRows:
+    """Return the rows for the first tokens of a forward, one token of each slot in `slots`. Entries equal to
+    `unused_slot` are padding."""
     count = len(slots)
-    if (slots != unused).all() and int(slots[-1]) - int(slots[0]) == count - 1:  # adjacent: no copy is needed
+    if (slots != unused_slot).all() and slots[-1] - slots[0] == count - 1:  # adjacent: no copy is needed
         return StateRows(slice(0, count), slice(int(slots[0]), int(slots[-1]) + 1), count)
     return StateRows(slice(0, count), torch.from_numpy(slots).to(device), count)
 
 
-def chunk_rows(
-    chunks: np.ndarray, token_counts: np.ndarray, starts: np.ndarray, first_token: int, device: torch.device
+def make_chunks(
+    slots: np.ndarray, token_counts: np.ndarray, positions: np.ndarray, first_token: int, device: torch.device
 ) -> list[StateRows]:
-    """Return the rows that prefill the slots `chunks`, with `token_counts` tokens each from position `starts` on.
+    """Return the rows that prefill the slots `slots`, with `token_counts` tokens each from position `positions` on.
     Their tokens begin at flat index `first_token`. Rows of equal length share an entry, unless only some of them begin
     their sequence."""
     rows: list[StateRows] = []
     token_starts = first_token + token_counts.cumsum() - token_counts
     groups: dict[tuple[int, bool], list[int]] = {}
-    for index in range(len(chunks)):
-        groups.setdefault((int(token_counts[index]), int(starts[index]) == 0), []).append(index)
+    for index in range(len(slots)):
+        groups.setdefault((int(token_counts[index]), int(positions[index]) == 0), []).append(index)
     for (num_tokens, is_new), indices in groups.items():
         tokens = (token_starts[indices][:, None] + np.arange(num_tokens)).ravel()
-        group_slots = torch.from_numpy(chunks[indices]).to(device)
+        group_slots = torch.from_numpy(slots[indices]).to(device)
         flat_tokens: slice | torch.Tensor = slice(int(tokens[0]), int(tokens[-1]) + 1)
         if len(tokens) != tokens[-1] + 1 - tokens[0]:
             flat_tokens = torch.from_numpy(tokens).to(device)

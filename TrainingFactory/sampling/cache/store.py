@@ -103,16 +103,16 @@ class PagedCache:
         for table in pages.tables:
             table.changed_slots.clear()
 
-    def upload(self) -> None:
+    def upload_tables(self) -> None:
         """Copy the changed entries of the page tables to the device."""
         if self._host_tables is not self.pages.tables:  # they were cleared
             self._host_tables = self.pages.tables
             for index, table in enumerate(self.pages.tables):
-                entries = torch.from_numpy(table.entries)
+                page_ids = torch.from_numpy(table.entries)
                 if self.tables[index].device.type == "cpu":
-                    self.tables[index] = entries
+                    self.tables[index] = page_ids
                 else:
-                    self.tables[index].copy_(entries)
+                    self.tables[index].copy_(page_ids)
                 table.changed_slots.clear()
         for device_table, table in zip(self.tables, self.pages.tables, strict=True):
             if table.changed_slots and device_table.device.type != "cpu":

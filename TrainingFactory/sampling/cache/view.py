@@ -66,23 +66,25 @@ def can_fuse_norm(module: nn.Module) -> bool:
         return False
     if module._forward_hooks or module._forward_pre_hooks or module._modules or "forward" in module.__dict__:
         return False
-    width, norm_copy = len(weight), cls.__new__(cls)
+    size, norm_copy = len(weight), cls.__new__(cls)
     # Different weights, and small numbers that show the effect of epsilon.
-    test_weights = {"weight": nn.Parameter(torch.linspace(0.5, 1.5, width))}
+    test_weights = {"weight": nn.Parameter(torch.linspace(0.5, 1.5, size))}
     norm_copy.__dict__.update(module.__dict__, _parameters=test_weights)
-    states = torch.linspace(-3, 3, 2 * width).view(2, -1)
+    states = torch.linspace(-3, 3, 2 * size).view(2, -1)
     states = torch.cat([states, states * 1e-3])
     try:
-        fused = rms_norm(states, (width,), norm_copy.weight, float(norm_copy.variance_epsilon))  # pyright: ignore
+        fused = rms_norm(states, (size,), norm_copy.weight, float(norm_copy.variance_epsilon))  # pyright: ignore
         return torch.allclose(norm_copy(states), fused, 1e-6, 1e-6)
     except Exception:  # an unknown class
         return False
 
 
 def make_view(
-    model: PreTrainedModel, attention: str, fused: Callable[[nn.Module], type[nn.Module] | None] | None = None
+    model: PreTrainedModel,
+    attention: str,
+    get_class: Callable[[nn.Module], type[nn.Module] | None] | None = None,
 ) -> PreTrainedModel:
-    """Return a module tree in eval mode with the same weights and the given attention function. `fused` returns the
+    """Return a module tree in eval mode with the same weights and the given attention function. `get_class` returns the
     class that replaces a module's class, or None."""
     configs: dict[int, PreTrainedConfig] = {}
     modules: dict[int, nn.Module] = {}
@@ -97,7 +99,9 @@ def make_view(
     def view(module: nn.Module) -> nn.Module:
         if id(module) in modules:
             return modules[id(module)]
-        cls = (fused and fused(module)) or (FusedRMSNorm if can_fuse_norm(module) else module.__class__)
+        cls = (get_class and get_class(module)) or (
+            FusedRMSNorm if can_fuse_norm(module) else module.__class__
+        )
         if attention == ATTENTION_NAME:
             cls = get_recurrent_class(module) or get_latent_class(module) or cls
         view_module = modules[id(module)] = cls.__new__(cls)
@@ -127,14 +131,14 @@ def join_weights(layers: Sequence[Any]) -> torch.Tensor | None:
     if any(type(layer) is not nn.Linear or layer.bias is not None for layer in layers):
         return None
     weights, num_rows = [layer.weight for layer in layers], sum(layer.out_features for layer in layers)
-    lead, end_addresses = weights[0], [weight.data_ptr() + weight.nbytes for weight in weights]
+    leader, end_addresses = weights[0], [weight.data_ptr() + weight.nbytes for weight in weights]
     are_contiguous = all(
         end == weight.data_ptr() for end, weight in zip(end_addresses, weights[1:], strict=False)
     )
-    available_bytes = lead.untyped_storage().nbytes() - lead.storage_offset() * lead.itemsize
+    available_bytes = leader.untyped_storage().nbytes() - leader.storage_offset() * leader.itemsize
     with torch.inference_mode(False), torch.no_grad():  # because the learner trains these weights
-        if are_contiguous and available_bytes >= num_rows * lead.shape[1] * lead.itemsize:
-            return lead.detach().as_strided((num_rows, lead.shape[1]), lead.stride())
+        if are_contiguous and available_bytes >= num_rows * leader.shape[1] * leader.itemsize:
+            return leader.detach().as_strided((num_rows, leader.shape[1]), leader.stride())
         joined_weight = torch.cat(weights)
         for weight, weight_part in zip(
             weights, joined_weight.split([len(weight) for weight in weights]), strict=True

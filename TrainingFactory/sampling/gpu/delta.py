@@ -56,10 +56,10 @@ def _update(
     row, head, d, e = tl.program_id(0), tl.program_id(1), tl.arange(0, D), tl.arange(0, E)
     slot = tl.load(slots + row) if LISTED else first_slot + row
     channels: tl.constexpr = 2 * (H // G) * D + H * E
-    base = qkv + row * channels
-    query = _normalize(tl.load(base + head // G * D + d).to(tl.float32)) * scale
-    key = _normalize(tl.load(base + (H // G + head // G) * D + d).to(tl.float32))
-    value = tl.load(base + 2 * (H // G) * D + head * E + e)
+    row_pointer = qkv + row * channels
+    query = _normalize(tl.load(row_pointer + head // G * D + d).to(tl.float32)) * scale
+    key = _normalize(tl.load(row_pointer + (H // G + head // G) * D + d).to(tl.float32))
+    value = tl.load(row_pointer + 2 * (H // G) * D + head * E + e)
     raw_rate = tl.load(b + row * b_stride + head)
     rate = tl.sigmoid(raw_rate.to(tl.float32)).to(raw_rate.dtype).to(tl.float32)
     time_step = tl.load(a + row * a_stride + head).to(tl.float32) + tl.load(dt_bias + head).to(tl.float32)
@@ -82,9 +82,9 @@ def can_decode(layer: Any, conv: torch.Tensor | None, recurrent: torch.Tensor | 
     if conv is None or recurrent is None or not hasattr(layer, "in_proj_qkv") or layer.activation != "silu":
         return False
     sizes = (layer.head_k_dim, layer.head_v_dim, conv.shape[2])
-    are_powers = all(size & (size - 1) == 0 for size in sizes) and max(sizes) <= 128
+    are_powers_of_two = all(size & (size - 1) == 0 for size in sizes) and max(sizes) <= 128
     fits_layout = conv.shape[1] == layer.conv_dim and recurrent.shape[1:] == (layer.num_v_heads, *sizes[:2])
-    return are_powers and fits_layout and layer.conv1d.bias is None
+    return are_powers_of_two and fits_layout and layer.conv1d.bias is None
 
 
 def decode(
@@ -93,18 +93,18 @@ def decode(
     """Return the layer's output [P, 1, N] for one token of each row [P, 1, N], and update the states of the slots."""
     tokens = states[:, 0]
     qkv, z, b, a = project(tokens, layer.in_proj_qkv, layer.in_proj_z, layer.in_proj_b, layer.in_proj_a)
-    num_rows, channels, has_list = len(tokens), layer.conv_dim, not isinstance(slots, slice)
+    num_rows, channels, is_listed = len(tokens), layer.conv_dim, not isinstance(slots, slice)
     first_slot = 0 if isinstance(slots, torch.Tensor) else slots.start
     convolved = qkv.new_empty(num_rows, channels)
     _convolve[(num_rows, triton.cdiv(channels, PROGRAM_CHANNELS))](
-        qkv, layer.conv1d.weight, conv, slots if has_list else None, convolved, first_slot, qkv.stride(0), channels,
-        conv.shape[2], has_list, PROGRAM_CHANNELS,
+        qkv, layer.conv1d.weight, conv, slots if is_listed else None, convolved, first_slot, qkv.stride(0), channels,
+        conv.shape[2], is_listed, PROGRAM_CHANNELS,
     )  # fmt: skip
-    num_heads, keys, values = recurrent.shape[1:]
-    output = qkv.new_empty(num_rows, num_heads * values)
+    num_heads, key_size, value_size = recurrent.shape[1:]
+    output = qkv.new_empty(num_rows, num_heads * value_size)
     _update[(num_rows, num_heads)](
-        convolved, z, b, a, layer.A_log, layer.dt_bias, layer.norm.weight, recurrent, slots if has_list else None,
-        output, first_slot, layer.norm.variance_epsilon, keys**-0.5, z.stride(0), b.stride(0), a.stride(0),
-        num_heads, layer.num_v_heads // layer.num_k_heads, keys, values, has_list, num_warps=8,
+        convolved, z, b, a, layer.A_log, layer.dt_bias, layer.norm.weight, recurrent, slots if is_listed else None,
+        output, first_slot, layer.norm.variance_epsilon, key_size**-0.5, z.stride(0), b.stride(0), a.stride(0),
+        num_heads, layer.num_v_heads // layer.num_k_heads, key_size, value_size, is_listed, num_warps=8,
     )  # fmt: skip
     return project(output, layer.out_proj)[0][:, None]

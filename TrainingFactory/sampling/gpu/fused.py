@@ -43,7 +43,7 @@ class FusedLayer(nn.Module):
         (attention_output,) = project(attention_output.flatten(1), attention.o_proj)
         normalised, states = kernels.norm(attention_output, self.post_attention_layernorm, states)
         gated = kernels.apply_gate(*project(normalised, mlp.gate_proj, mlp.up_proj))
-        project(gated, mlp.down_proj, onto=states)
+        project(gated, mlp.down_proj, add_to=states)
         return states[None]
 
 
@@ -70,18 +70,18 @@ def _split_lora(layer: Any) -> Projection:
     return Projection(layer.base_layer, down, up, layer.scaling[name])
 
 
-def project(states: torch.Tensor, *layers: Any, onto: torch.Tensor | None = None) -> Sequence[torch.Tensor]:
+def project(states: torch.Tensor, *layers: Any, add_to: torch.Tensor | None = None) -> Sequence[torch.Tensor]:
     """Return the outputs of all layers for the states [N, E]. The plain layers share one matrix product, and the down
-    projections of their adapters share another one. If `onto` is given, there must be one layer, and its output is
-    added to `onto` in place."""
+    projections of their adapters share another one. If `add_to` is given, there must be one layer, and its output is
+    added to `add_to` in place."""
     projections = [_split_lora(layer) for layer in layers]
     down_layers = [projection.down for projection in projections if projection.down is not None]
     weight = join_weights([projection.layer for projection in projections])
     down_weight = join_weights(down_layers) if down_layers else None
     if weight is None or (down_layers and down_weight is None):
         outputs = [layer(states) for layer in layers]
-        return outputs if onto is None else [onto.add_(outputs[0])]
-    product = torch.mm(states, weight.t()) if onto is None else onto.addmm_(states, weight.t())
+        return outputs if add_to is None else [add_to.add_(outputs[0])]
+    product = torch.mm(states, weight.t()) if add_to is None else add_to.addmm_(states, weight.t())
     outputs = product.split([projection.layer.out_features for projection in projections], 1)
     if down_weight is not None:
         down = iter(torch.mm(states, down_weight.t()).split([layer.out_features for layer in down_layers], 1))

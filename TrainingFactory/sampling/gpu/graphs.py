@@ -15,22 +15,22 @@ log = logging.getLogger(__name__)
 
 ROWS = (16, 64, 128, 256)  # and multiples of 256: unused rows cost less than recording more graphs
 SPANS = (8, 4, 2)  # tokens per row, if rows have more than one to feed
-FREE_TOKENS = 128  # reading the weights takes most of the time of a forward up to this size
+CHEAP_TOKENS = 128  # reading the weights takes most of the time of a forward up to this size
 RunStep = Callable[[list[torch.Tensor]], torch.Tensor]
 
 
-def round_up_rows(rows: int, max_rows: int) -> int:
+def round_up_rows(num_rows: int, max_rows: int) -> int:
     """Round a number of rows up to a size with a CUDA graph, because each size needs a graph."""
-    return min(max_rows, next((num_rows for num_rows in ROWS if num_rows >= rows), -(-rows // 256) * 256))
+    return min(max_rows, next((size for size in ROWS if size >= num_rows), -(-num_rows // 256) * 256))
 
 
-def choose_span(following_counts: np.ndarray, rows: int, max_rows: int) -> int:
+def choose_row_tokens(following_counts: np.ndarray, rows: int, max_rows: int) -> int:
     """Return the number of tokens to feed per row; 0 means one. `following_counts` [D] is the number of known or draft
     tokens that each row has after its next token. The result is the largest span in which a third of the additional
     tokens is useful, or whose additional tokens cost next to nothing."""
     for span in SPANS:
         useful = int(np.minimum(following_counts, span - 1).sum())
-        if span <= max_rows and useful and (useful * 3 >= rows * (span - 1) or rows * span <= FREE_TOKENS):
+        if span <= max_rows and useful and (useful * 3 >= rows * (span - 1) or rows * span <= CHEAP_TOKENS):
             return span
     return 0
 
@@ -57,13 +57,13 @@ class DecodeGraphs:
             self._addresses = addresses
 
     def run(
-        self, key: Hashable, arrays: list[np.ndarray], dry: list[np.ndarray], step: RunStep
+        self, key: Hashable, arrays: list[np.ndarray], dummy_arrays: list[np.ndarray], run_step: RunStep
     ) -> torch.Tensor | None:
-        """Run `step` on the arrays as a graph, recorded on the first call with this key; None if that fails. The
-        warm-up before the recording uses `dry`: arrays of the same sizes, with which the step has no lasting effect."""
+        """Run `run_step` on the arrays as a graph, recorded on the first call with this key; None if that fails. The
+        warm-up before the recording uses `dummy_arrays` of equal sizes, with which the step has no lasting effect."""
         recording = self._graphs.get(key)
         if recording is None and not self.failure_reason:
-            recording = self._record(key, arrays, dry, step)
+            recording = self._record(key, arrays, dummy_arrays, run_step)
         if recording is None:
             return None
         graph, inputs, output = recording
@@ -72,14 +72,14 @@ class DecodeGraphs:
         self.replayed += 1
         return output
 
-    def _record(self, key: Hashable, arrays: list[np.ndarray], dry: list[np.ndarray], step: RunStep) -> Any:
+    def _record(self, key: Hashable, arrays: list[np.ndarray], dummy: list[np.ndarray], step: RunStep) -> Any:
         start_time, inputs = time.perf_counter(), pack_arrays(arrays).to(self.device)
         tensors = unpack_arrays(inputs, arrays)
         try:
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):  # warm-up: libraries initialize outside the recording
-                step(to_device(dry, self.device))
+                step(to_device(dummy, self.device))
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             # thread_local: allocations by a learner in another thread must not fail this recording.

@@ -67,7 +67,7 @@ def _gate(gate, up, out, size, width, stride, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _turn(x, cos, sin, weight, epsilon, heads, row, BLOCK: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr):
+def _rope(x, cos, sin, weight, epsilon, heads, row, BLOCK: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr):
     """Return both halves of a token's heads [BLOCK, D / 2], normed and rotated, and their offsets and mask."""
     head, half = tl.arange(0, BLOCK)[:, None], tl.arange(0, D // 2)[None, :]
     offset, in_bounds = head * D + half, (head < heads) & (half < D)
@@ -77,9 +77,9 @@ def _turn(x, cos, sin, weight, epsilon, heads, row, BLOCK: tl.constexpr, D: tl.c
         scale = tl.rsqrt((tl.sum(wide_a * wide_a, 1) + tl.sum(wide_b * wide_b, 1)) / D + epsilon)[:, None]
         a = (wide_a * scale).to(a.dtype) * tl.load(weight + half)
         b = (wide_b * scale).to(b.dtype) * tl.load(weight + half + D // 2)
-    first, second = row * D + half, row * D + half + D // 2
-    c, d = tl.load(cos + first), tl.load(cos + second)
-    e, f = tl.load(sin + first), tl.load(sin + second)
+    index_a, index_b = row * D + half, row * D + half + D // 2
+    c, d = tl.load(cos + index_a), tl.load(cos + index_b)
+    e, f = tl.load(sin + index_a), tl.load(sin + index_b)
     return a * c - b * e, b * d + a * f, offset, in_bounds
 
 
@@ -91,13 +91,13 @@ def _rotate(
     row, kind = tl.program_id(0), tl.program_id(1)
     target = tl.load(cache_positions + row).to(tl.int64) * (K * D)
     if kind == 0:
-        a, b, offset, in_bounds = _turn(
+        a, b, offset, in_bounds = _rope(
             q + row * q_stride, cos, sin, q_weight, epsilon, H, row, BLOCK, D, NORM
         )
         tl.store(q + row * q_stride + offset, a, in_bounds)
         tl.store(q + row * q_stride + offset + D // 2, b, in_bounds)
     elif kind == 1:
-        a, b, offset, in_bounds = _turn(k + row * stride, cos, sin, k_weight, epsilon, K, row, BLOCK, D, NORM)
+        a, b, offset, in_bounds = _rope(k + row * stride, cos, sin, k_weight, epsilon, K, row, BLOCK, D, NORM)
         tl.store(keys + target + offset, a, in_bounds)
         tl.store(keys + target + offset + D // 2, b, in_bounds)
     else:
@@ -110,7 +110,7 @@ def _rotate(
 
 
 @triton.jit(
-    do_not_specialize=["tokens", "part", "splits", "T"],
+    do_not_specialize=["tokens", "split_index", "splits", "T"],
     do_not_specialize_on_alignment=["positions", "members", "slots", "begins", "ends"],
 )
 def _attend(
@@ -142,30 +142,30 @@ def _attend(
     query_offset = token * stride + (head * G + m % G) * D
     rows = tl.load(q + query_offset[:, None] + d[None, :], is_token[:, None], 0)
     first_page = slot.to(tl.int64) * per_slot  # of the page table, or of the pool if pages are fixed
-    base = first_page * P * (K * D) + head * D
+    base_offset = first_page * P * (K * D) + head * D
     max_score = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     output_sum = tl.zeros([M, D], tl.float32)
     for start in range(begin, end, N):
-        key = start + n
-        in_bounds = key < end
+        key_position = start + n
+        in_bounds = key_position < end
         if FIXED:
-            cached = base + key * (K * D)
+            cache_offset = base_offset + key_position * (K * D)
         else:
-            page = tl.load(pages + first_page + key // P, in_bounds, 0).to(tl.int64)
-            cached = (page * P + key % P) * (K * D) + head * D
-        k = tl.load(keys + cached[None, :] + d[:, None], in_bounds[None, :], 0)
+            page = tl.load(pages + first_page + key_position // P, in_bounds, 0).to(tl.int64)
+            cache_offset = (page * P + key_position % P) * (K * D) + head * D
+        k = tl.load(keys + cache_offset[None, :] + d[:, None], in_bounds[None, :], 0)
         scores = tl.dot(rows, k, input_precision="ieee") * scale
         if CAP > 0.0:  # `scale` includes 1 / CAP; tanh(x) = 2 sigmoid(2 x) - 1
             scores = (2.0 * tl.sigmoid(2.0 * scores) - 1.0) * (CAP * 1.4426950408889634)
-        is_visible = in_bounds[None, :] & (key[None, :] <= position[:, None])
+        is_visible = in_bounds[None, :] & (key_position[None, :] <= position[:, None])
         if WINDOW:
-            is_visible = is_visible & (key[None, :] > position[:, None] - window)
+            is_visible = is_visible & (key_position[None, :] > position[:, None] - window)
         scores = tl.where(is_visible, scores, float("-inf"))
         new_max = tl.maximum(max_score, tl.max(scores, 1))
-        safe = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights, decay = tl.exp2(scores - safe[:, None]), tl.exp2(max_score - safe)
-        v = tl.load(values + cached[:, None] + d[None, :], in_bounds[:, None], 0)
+        safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights, decay = tl.exp2(scores - safe_max[:, None]), tl.exp2(max_score - safe_max)
+        v = tl.load(values + cache_offset[:, None] + d[None, :], in_bounds[:, None], 0)
         output_sum = output_sum * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         total, max_score = total * decay + tl.sum(weights, 1), new_max
     if SINKS:  # only without PARTIAL, where `_merge` adds them
@@ -187,23 +187,23 @@ def _merge(
     token, head, d = tl.program_id(0), tl.arange(0, BLOCK), tl.arange(0, D)
     in_bounds, row = head < H, tl.program_id(0) * H + tl.arange(0, BLOCK)
     first_part: tl.constexpr = 1 if GROUPED else 0
-    top = tl.full([BLOCK], float("-inf"), tl.float32)
+    max_sum = tl.full([BLOCK], float("-inf"), tl.float32)
     for part in range(first_part, count):
-        top = tl.maximum(top, tl.load(sums + part * tokens * H + row, in_bounds, 0.0))
+        max_sum = tl.maximum(max_sum, tl.load(sums + part * tokens * H + row, in_bounds, 0.0))
     total, output_sum = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK, D], tl.float32)
     if GROUPED:
-        grouped = tl.load(begins + token // T + 0 * head, in_bounds, 0) > 0
-        group = tl.load(sums + row, grouped, float("-inf"))
-        top = tl.maximum(top, group)
-        total = tl.exp2(group - top)
-        output_sum = total[:, None] * tl.load(parts + row[:, None] * D + d[None, :], grouped[:, None], 0.0)
+        is_grouped = tl.load(begins + token // T + 0 * head, in_bounds, 0) > 0
+        group_sum = tl.load(sums + row, is_grouped, float("-inf"))
+        max_sum = tl.maximum(max_sum, group_sum)
+        total = tl.exp2(group_sum - max_sum)
+        output_sum = total[:, None] * tl.load(parts + row[:, None] * D + d[None, :], is_grouped[:, None], 0.0)
     for part in range(first_part, count):
-        weight = tl.exp2(tl.load(sums + part * tokens * H + row, in_bounds, 0.0) - top)
+        weight = tl.exp2(tl.load(sums + part * tokens * H + row, in_bounds, 0.0) - max_sum)
         offset = (part * tokens * H + row)[:, None] * D + d[None, :]
         output_sum += weight[:, None] * tl.load(parts + offset, in_bounds[:, None], 0.0)
         total += weight
     if SINKS:
-        total += tl.exp2(tl.load(sinks + head, in_bounds, 0.0).to(tl.float32) * 1.4426950408889634 - top)
+        total += tl.exp2(tl.load(sinks + head, in_bounds, 0.0).to(tl.float32) * 1.4426950408889634 - max_sum)
     output_sum = output_sum / total[:, None]
     tl.store(out + row[:, None] * D + d[None, :], output_sum.to(out.dtype.element_ty), in_bounds[:, None])
 
@@ -223,15 +223,15 @@ def _mass(logits, temperature, tops, masses, V, SCALED: tl.constexpr, CHUNK: tl.
 
 
 @triton.jit(do_not_specialize_on_alignment=["temperature", "uniform", "masses"])
-def _choose(
-    logits, temperature, uniform, tops, masses, out, V, chunks,
+def _choose_tokens(
+    logits, temperature, uniform, maxima, masses, out, V, chunks,
     SCALED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Draw the chunk of the vocabulary, then the token in it, with float64 sums, like `picking.draw`."""
     row, c, index = tl.program_id(0), tl.arange(0, BLOCK), tl.arange(0, CHUNK)
-    chunk_maxima = tl.load(tops + row * chunks + c, c < chunks, float("-inf"))
-    top = tl.max(chunk_maxima)
-    mass = tl.load(masses + row * chunks + c, c < chunks, 0.0) * tl.exp(chunk_maxima - top)
+    chunk_maxima = tl.load(maxima + row * chunks + c, c < chunks, float("-inf"))
+    max_logit = tl.max(chunk_maxima)
+    mass = tl.load(masses + row * chunks + c, c < chunks, 0.0) * tl.exp(chunk_maxima - max_logit)
     mass = tl.where(c < chunks, mass, 0.0).to(tl.float64)
     chunk_ends = tl.cumsum(mass)
     total = tl.max(chunk_ends)
@@ -258,7 +258,7 @@ def _choose(
     token = tl.minimum(token, CHUNK - 1)
     chosen_logit = tl.sum(tl.where(index == token, x, 0.0))
     tl.store(out + row, tl.minimum(chunk * CHUNK + token, V - 1).to(tl.float64))
-    tl.store(out + tl.num_programs(0) + row, (chosen_logit - top).to(tl.float64) - tl.log(total))
+    tl.store(out + tl.num_programs(0) + row, (chosen_logit - max_logit).to(tl.float64) - tl.log(total))
 
 
 # -- calls
@@ -287,7 +287,7 @@ def apply_zero_centred_norm(x: torch.Tensor, module: Any) -> torch.Tensor:
 
 
 def apply_gate(first: torch.Tensor, up_states: torch.Tensor) -> torch.Tensor:
-    """Return silu(first) * second; both may be columns of one tensor."""
+    """Return silu(first) * up_states; both may be columns of one tensor."""
     gated, size = first.new_empty(first.shape), first.numel()
     _gate[(triton.cdiv(size, 1024),)](first, up_states, gated, size, first.shape[1], first.stride(0), 1024)
     return gated
@@ -313,7 +313,7 @@ def attend(
 ) -> torch.Tensor:
     """Compute the attention outputs [N, H, D] of the queries [N, H, D] over the cache."""
     output = q.new_empty(q.shape)
-    dense = step.num_dense
+    num_dense = step.num_dense
     if step.row_tiles is not None:
         rows, group_tiles = step.row_tiles, step.group_tiles
         # A row's window has its own begin, and other rows may have released it.
@@ -321,18 +321,18 @@ def attend(
             rows, group_tiles = replace(rows, begins=None), None
         programs = layer.keys.shape[2] * rows.num_tiles
         splits = min(8, triton.next_power_of_2(triton.cdiv(PROGRAMS, programs))) if programs < PROGRAMS else 1
-        first = int(group_tiles is not None)
-        if first + splits == 1:
+        num_groups = int(group_tiles is not None)
+        if num_groups + splits == 1:
             _run_tiles(q, layer, step, rows, scale, output, sinks)
         else:
-            partial_outputs = q.new_empty(first + splits, dense, *q.shape[1:], dtype=torch.float32)
-            log_sums = q.new_empty(first + splits, dense, q.shape[1], dtype=torch.float32)
+            partial_outputs = q.new_empty(num_groups + splits, num_dense, *q.shape[1:], dtype=torch.float32)
+            log_sums = q.new_empty(num_groups + splits, num_dense, q.shape[1], dtype=torch.float32)
             if group_tiles is not None:
                 _run_tiles(q, layer, step, group_tiles, scale, partial_outputs, None, log_sums)
-            _run_tiles(q, layer, step, rows, scale, partial_outputs, None, log_sums, first, splits)
-            _merge[(dense,)](
-                partial_outputs, log_sums, output, rows.begins, sinks, dense, rows.tokens, first + splits, *q.shape[1:],
-                triton.next_power_of_2(q.shape[1]), group_tiles is not None, sinks is not None,
+            _run_tiles(q, layer, step, rows, scale, partial_outputs, None, log_sums, num_groups, splits)
+            _merge[(num_dense,)](
+                partial_outputs, log_sums, output, rows.begins, sinks, num_dense, rows.tokens, num_groups + splits,
+                *q.shape[1:], triton.next_power_of_2(q.shape[1]), group_tiles is not None, sinks is not None,
             )  # fmt: skip
     if step.chunk_tiles is not None:
         _run_tiles(q, layer, step, step.chunk_tiles, scale, output, sinks)
@@ -372,7 +372,7 @@ def sample_tokens(
     output = logits.new_empty(2, rows, dtype=torch.float64)
     is_scaled = temperature is not None
     _mass[(rows, chunks)](logits, temperature, chunk_maxima, chunk_sums, vocabulary, is_scaled, CHUNK_TOKENS)
-    _choose[(rows,)](
+    _choose_tokens[(rows,)](
         logits, temperature, uniform, chunk_maxima, chunk_sums, output, vocabulary, chunks, is_scaled, CHUNK_TOKENS,
         triton.next_power_of_2(chunks),
     )  # fmt: skip
