@@ -255,7 +255,7 @@ def screen(*, out: Path = Path("screen"), model: str | None = None) -> int:
 def _print_files(folder: Path, prepared: PreparedRows) -> int:
     rows = [
         (str(folder / f"{split}.jsonl"), show.pluralize(count, "row"))
-        for split, count in prepared.counts.items()
+        for split, count in prepared.row_counts.items()
     ]
     show.print_table(
         rows + [(f"  {reason}", f"{count} skipped") for reason, count in prepared.dropped.items()]

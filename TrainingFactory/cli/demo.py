@@ -61,7 +61,7 @@ def _print_report(report: DemoReport) -> None:
     show.print_table([("share of correct answers by step", sparkline(report.curve))])
     show.print_columns(("held-out tasks", "before", "after"), report.table)
     print()
-    show.note(" ".join(filter(None, (report.learned, report.blind_text))))
+    show.note(" ".join(filter(None, (report.learned_text, report.blind_text))))
     temperature = report.configs[1]["sampling"]["temperature"]
     show.note(f"Evaluated at temperature 1, trained at {temperature:g}, where mistakes are more frequent.")
     report_page = Path(report.folders[1], "report.html")

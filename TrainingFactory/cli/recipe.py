@@ -63,7 +63,7 @@ def recipe(
     if as_json:
         print(json.dumps(results, indent=1, ensure_ascii=False))
     else:
-        _print_results(results, list(stages.evaluated), stages.out)
+        _print_results(results, list(stages.models), stages.out)
     return 0
 
 
