@@ -111,7 +111,7 @@ async def beside(work: Work, other: Work | None) -> tuple[float, Any]:
 
 def counted(groups: Groups) -> tuple[float, float]:
     """Return decode steps and sampled tokens: without latencies, the longest episode decides how many steps."""
-    sampled = workload_from_groups([list(group) for group in groups]).sampled
+    sampled = workload_from_groups([list(group) for group in groups]).sampled_tokens
     return float(sampled.max()), float(sampled.sum())
 
 

@@ -52,7 +52,7 @@ class Forecaster:
 
     def forecast(self, rates: Rates, size: int, latency: str, bound: int) -> float:
         episodes = workload_from_run(self.recorded, parse_distribution(latency))
-        tree = episodes.length * size - episodes.prompt * (size - 1)
+        tree = episodes.num_tokens * size - episodes.prompt_tokens * (size - 1)
         costs = Costs(
             launch=rates.step,
             row=rates.row,

@@ -86,7 +86,7 @@ def forecast(config: TrainingConfig, model_size: str | None, gpu: str) -> Diagno
     diagnosis = Diagnosis()
     shape = plan_shape(config, model_size)
     estimator = partial(_estimate_shape, shape, build_sampler.DEFAULT_MAX_LENGTH)
-    active_text = f", {shape.active:,} active" if shape.active < shape.total_weights else ""
+    active_text = f", {shape.active_weights:,} active" if shape.active_weights < shape.total_weights else ""
     if shape.tower is not None:
         active_text += f", a vision tower of {shape.tower.num_weights:,}"
         diagnosis.facts["images"] = (
