@@ -33,7 +33,7 @@ def list_(*, archived: bool = False, as_json: Json = False, runs_folder: RunsFol
     Args:
         archived: Include archived runs. --json always prints all of them.
     """
-    rows = views.Runs(runs_folder).rows()
+    rows = views.Runs(runs_folder).list_rows()
     if as_json:
         print(RunList(runs=rows).model_dump_json())
         return
@@ -89,7 +89,7 @@ def show_(name: RunName, *, as_json: Json = False, runs_folder: RunsFolder = "ru
     show.print_columns(["metric", "first", "last", "min", "max", "curve"], metric_rows)
     _print_plot(metrics)
     show.print_table(list(run_tables.format_usage(metrics)))
-    for finding in views.findings(run):
+    for finding in views.list_findings(run):
         show.note(f"{finding.severity}, {finding.when}: {finding.name}: {finding.sentence}. {finding.remedy}")
     if run.state in ("interrupted", "failed", "killed"):
         show.note(f"resume with: {run.resume_command}")
@@ -193,8 +193,8 @@ def episodes(
         show_tasks: Number of tasks, largest advantages first. Default: 1 on a terminal, all in an HTML page.
         html: Write an HTML page to this file instead of printing.
     """
-    from TrainingFactory.apps.reports.run_credit import make_credit_title, run_credit, select_episodes
-    from TrainingFactory.apps.views.credit import group_credit
+    from TrainingFactory.apps.reports.run_credit import compute_run_credit, make_credit_title, select_episodes
+    from TrainingFactory.apps.views.credit import make_group_view
     from TrainingFactory.apps.views.index import MAX_ROWS, EpisodeIndex, Query
     from TrainingFactory.cli import credit as credit_printer
 
@@ -202,11 +202,11 @@ def episodes(
     if as_json:
         index = EpisodeIndex(run)
         if task:
-            print(group_credit(run, step, task, index).model_dump_json())
+            print(make_group_view(run, step, task, index).model_dump_json())
         else:
-            print(index.page(Query(step=step, limit=MAX_ROWS), read_all=True).model_dump_json())
+            print(index.get_page(Query(step=step, limit=MAX_ROWS), read_all=True).model_dump_json())
         return
-    step, credit = run_credit(run, step, task)
+    step, credit = compute_run_credit(run, step, task)
     groups = [group for group in credit.groups if task is None or group.task == task]
     max_groups = show_tasks or (1 if html is None and task is None else len(groups))
     selected_groups = select_episodes(credit, groups[:max_groups], best, worst)

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from TrainingFactory.apps.manage import runs as manage
-from TrainingFactory.apps.views.registry import runs_option
+from TrainingFactory.apps.views.registry import format_runs_option
 from TrainingFactory.common.http.api import ApiError
 from TrainingFactory.common.http.site import Site
 from TrainingFactory.data.disk import open_regular_file
@@ -144,7 +144,7 @@ class ManageRoutes:
             self._check_idle(name)
             renamed_run = manage.rename_run(run, request.new_name, self._runs_folder)
         arguments = shlex.join(["tfactory", "runs", "rename", name, renamed_run.name])
-        return ManagedRun(name=renamed_run.name, command=arguments + runs_option(self._runs_folder))
+        return ManagedRun(name=renamed_run.name, command=arguments + format_runs_option(self._runs_folder))
 
     def delete(self, name: str, request: DeleteRequest) -> ManagedRun:
         """Delete a run that is not running. `force`: although other runs need its files."""
@@ -155,7 +155,7 @@ class ManageRoutes:
             self._check_idle(name)
             manage.delete_run(run, self._runs_folder, request.force)
         arguments = ["tfactory", "runs", "delete", name, *(["--force"] if request.force else [])]
-        return ManagedRun(name=name, command=shlex.join(arguments) + runs_option(self._runs_folder))
+        return ManagedRun(name=name, command=shlex.join(arguments) + format_runs_option(self._runs_folder))
 
     # jobs
 

@@ -97,7 +97,7 @@ class PlayRoutes:
         names = [name for name, alias in aliases if alias is None and not name.endswith("/")]
         environments: list[Json] = [{"name": f"environment:{name}", "what": name} for name in names]
         models: list[Json] = [{"name": TINY_ID, "what": "built in, untrained", "environment": None}]
-        for row in (row for row in reversed(self._runs.rows()) if row.algorithm):
+        for row in (row for row in reversed(self._runs.list_rows()) if row.algorithm):
             environment = f"run:{row.name}" if row.environment else None
             environments += [{"name": environment, "what": f"as in run {row.name}"}] if environment else []
             steps = [path.name for path in RunFolder(self._runs.folder / row.name).checkpoints()]
