@@ -9,13 +9,7 @@ from rich.rule import Rule
 from rich.style import Style
 from rich.text import Text
 
-from TrainingFactory.apps.reports.credit_view import (
-    SHADES,
-    Credit,
-    EpisodeCredit,
-    GroupCredit,
-    TurnCredit,
-)
+from TrainingFactory.apps.reports.credit_view import SHADES, Credit, EpisodeCredit, GroupCredit, TurnCredit
 from TrainingFactory.cli import show
 from TrainingFactory.common.texts import escape_control
 from TrainingFactory.runs.episode_texts import format_content, format_reward

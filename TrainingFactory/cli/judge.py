@@ -14,7 +14,7 @@ from TrainingFactory.cli.display import Display
 from TrainingFactory.cli.options import Count, Json, RunsFolder
 from TrainingFactory.config.loading import ConfigLoader
 
-NO_VERDICT = 1
+NO_VERDICT_STATUS = 1
 TEXT_OPTIONS = ("base_url", "model", "rubric", "template")  # plain strings; others are parsed as YAML
 
 judge = App(name="judge", help="Audit model judges before you train on their verdicts.")
@@ -23,7 +23,7 @@ judge = App(name="judge", help="Audit model judges before you train on their ver
 @judge.command(name="audit")
 async def audit_judge(
     *options: str, gold: Path, judge: Path | None = None, repeats: Count = 2, out: Path = Path("judge-audit.html"),
-    as_json: Json = False, where: RunsFolder = "runs",
+    as_json: Json = False, runs_folder: RunsFolder = "runs",
 ) -> int:  # fmt: skip
     """Compare a judge with gold labels: agreement, biases, consistency, resistance to injection, and cost.
 
@@ -73,10 +73,10 @@ async def audit_judge(
     if not (result.judged or result.pairs):  # no verdict can be compared with a gold label
         earlier_note = f"; {out} is from an earlier audit" if out.exists() else ""
         show.note(f"no report written, because the judge gave no verdict{earlier_note}")
-        return NO_VERDICT
+        return NO_VERDICT_STATUS
     judge_title = f"{settings['model']} at {settings['base_url']}"
     show.write_page(out, result.render_page(judge_title))
-    save_audit(Path(where).expanduser(), result, judge_title, str(gold))
+    save_audit(Path(runs_folder).expanduser(), result, judge_title, str(gold))
     return 0
 
 

@@ -40,7 +40,7 @@ class RunEvents:
             self._poll = now, asyncio.create_task(asyncio.to_thread(self.runs.list_rows))
         return {row.name: row for row in await asyncio.shield(self._poll[1])}
 
-    async def events(self, run: RunFolder | None) -> Events:
+    async def stream(self, run: RunFolder | None) -> Events:
         """Yield events for changed rows of all runs, and for new metrics, log lines and findings of `run`."""
         rows_before = await self._poll_runs()
         reader = None if run is None else await asyncio.to_thread(_FileReader, run)
@@ -54,8 +54,8 @@ class RunEvents:
                 yield make_event("runs", RunChanges(runs=changed_rows, gone=gone_names))
             rows_before = rows
             if reader is not None and reader.run.name in rows:
-                for change in await asyncio.to_thread(reader.read_events):
-                    yield change
+                for event in await asyncio.to_thread(reader.read_events):
+                    yield event
 
 
 class _FileReader:

@@ -95,9 +95,9 @@ class _Job:
     process: subprocess.Popen[Any]
     started: float = field(default_factory=time.time)
 
-    def view(self, number: int) -> JobView:
-        status = self.process.poll()
-        state = "running" if status is None else "failed" if status else "finished"
+    def make_view(self, number: int) -> JobView:
+        exit_status = self.process.poll()
+        state = "running" if exit_status is None else "failed" if exit_status else "finished"
         output = processes.read_last_lines(self._read_output())
         return JobView(
             number=number, kind=self.kind, state=state, command=self.command, started=self.started, output=output
@@ -161,7 +161,7 @@ class ManageRoutes:
 
     def list_jobs(self, name: str) -> JobList:
         """List the evaluations and exports of a run that this server has started."""
-        jobs = [job.view(number) for number, job in enumerate(self._jobs) if job.run_name == name]
+        jobs = [job.make_view(number) for number, job in enumerate(self._jobs) if job.run_name == name]
         return JobList(jobs=jobs[::-1])
 
     def evaluate(self, name: str, request: EvaluationStart) -> JobView:
@@ -205,7 +205,7 @@ class ManageRoutes:
                 process = processes.launch(arguments, log_stream)
             job = _Job(name, kind, shlex.join(["tfactory", *arguments]), log_file, log_start, process)
             self._jobs.append(job)
-        return job.view(len(self._jobs) - 1)
+        return job.make_view(len(self._jobs) - 1)
 
     def _list_running_jobs(self, name: str) -> list[_Job]:
         return [job for job in self._jobs if job.run_name == name and job.process.poll() is None]

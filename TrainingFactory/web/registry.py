@@ -85,7 +85,7 @@ class RegistryRoutes:
             raise ApiError(f"no suite {request.suite!r} with a gate; available: {suite_names}", "suite")
         version = str(self._catalogue.get(f"{name}:{request.number}"))
         arguments = {"version": version, "alias": request.alias, "suite": str(suite), "first": request.first}
-        return self._pool.events("promote", "promote", arguments | {"runs": str(self._runs_folder)})
+        return self._pool.stream("promote", "promote", arguments | {"runs": str(self._runs_folder)})
 
 
 def _find_suites() -> dict[str, Path]:

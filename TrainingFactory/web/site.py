@@ -130,7 +130,7 @@ class Page:
 
     async def stream_events(self, run: str | None = None) -> Events:
         """Stream changes: events `runs`, and for the named run `metrics`, `log` and `findings`."""
-        return self.run_events.events(None if run is None else self.find_run(run))
+        return self.run_events.stream(None if run is None else self.find_run(run))
 
     def run(self, name: str) -> shapes.RunView:
         """Show a run in full."""
@@ -224,11 +224,11 @@ class Page:
 
     async def doctor(self, draft: form.Draft) -> Events:
         """Examine a config with its model; events `told`, then `done` with `findings` and `rows`."""
-        return self.pool.events("check", "doctor", self._make_draft_arguments(draft))
+        return self.pool.stream("check", "doctor", self._make_draft_arguments(draft))
 
     async def sample(self, draft: form.Draft) -> Events:
         """Play two episodes of a config; events `told`, then `done` with `episodes` and `notes`."""
-        return self.pool.events("check", "sample", self._make_draft_arguments(draft))
+        return self.pool.stream("check", "sample", self._make_draft_arguments(draft))
 
     def _make_draft_arguments(self, draft: form.Draft) -> shapes.Json:
         return {"yaml": form.dump_yaml(form.with_runs_folder(_read_draft(draft), self.runs.folder))}

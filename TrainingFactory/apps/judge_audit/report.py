@@ -103,15 +103,8 @@ class Audit:
         confusion = Counter((gold, verdict) for gold, verdict, _ in self.points)
         errors = Counter((float(length), verdict - gold) for gold, verdict, length in self.points)
         max_length = max((length for length, _ in errors), default=0.0) or 1.0
-        agreement_axes = {
-            "across": "gold",
-            "up": "judge",
-            "right": 1.0,
-            "bottom": 0.0,
-            "top": 1.0,
-            "line_end": 1.0,
-        }
-        error_axes = agreement_axes | {"across": "characters", "up": "judge minus gold", "right": max_length}
+        axes = {"across": "gold", "up": "judge", "right": 1.0, "bottom": 0.0, "top": 1.0, "line_end": 1.0}
+        error_axes = axes | {"across": "characters", "up": "judge minus gold", "right": max_length}
         return render(
             "judge_audit.html.jinja",
             title="Judge audit",
@@ -119,7 +112,7 @@ class Audit:
             found=self,
             verdict=describe_verdict(self),
             passes=f"{PASS_THRESHOLD:g}",
-            agreement=agreement_axes | {"dots": confusion.items()},
+            agreement=axes | {"dots": confusion.items()},
             errors=error_axes | {"bottom": -1.0, "line_end": 0.0, "dots": errors.items()},
         )
 

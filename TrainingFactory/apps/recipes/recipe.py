@@ -61,14 +61,8 @@ EVAL_TEMPERATURES = {"greedy": 0.0, "temperature 1": 1.0}
 TEXT2SQL_TASK_COUNTS = {"tasks": 2000, "dev": 300, "test": 600}  # generated tasks of each split
 MAX_EXAMPLES = 3  # examples of improved tasks, and of worsened tasks
 REPORTED_METRICS = (
-    "success",
-    "success_low",
-    "success_high",
-    "turns",
-    "tool_success",
-    "sampled_tokens",
-    "seconds",
-)
+    "success", "success_low", "success_high", "turns", "tool_success", "sampled_tokens", "seconds",
+)  # fmt: skip
 # Overrides for a smoke test on any CPU: a few steps that exercise every stage and teach nothing.
 SMALL_OVERRIDES: dict[str, dict[str, Any]] = {
     "sft": {
