@@ -119,5 +119,6 @@ def tree_tokens(groups: Groups) -> float:
     """Return the tokens of the prefix trees of all groups with something to learn: each counts its prompt once."""
     trees = [workload_from_groups([list(group)]) for group in groups]
     return sum(
-        tree.taught * (tree.length * len(tree.turns) - tree.prompt * (len(tree.turns) - 1)) for tree in trees
+        tree.taught_share * (tree.num_tokens * len(tree.turns) - tree.prompt_tokens * (len(tree.turns) - 1))
+        for tree in trees
     )

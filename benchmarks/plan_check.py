@@ -56,7 +56,8 @@ class Forecaster:
         costs = Costs(
             launch=rates.step,
             row=rates.row,
-            update=(rates.update + rates.token * GROUPS * episodes.taught * tree) / (1.0 if bound else OLD),
+            update=(rates.update + rates.token * GROUPS * episodes.taught_share * tree)
+            / (1.0 if bound else OLD),
             record=self.record * GROUPS * size,
             sampler_overlap=rates.sampler_overlap,
             learner_overlap=rates.learner_overlap,

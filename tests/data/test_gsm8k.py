@@ -40,7 +40,7 @@ def test_sums_become_calls(tmp_path: Path) -> None:
     done = prepare_gsm8k(
         written(tmp_path, [*train, (question(True), GOOD)], [("Q", GOOD), ("R", "?")]), TOOLS
     )
-    assert done.counts == {"sft": 1, "sft_dev": 1, "tasks": 5, "dev": 1, "test": 1}
+    assert done.row_counts == {"sft": 1, "sft_dev": 1, "tasks": 5, "dev": 1, "test": 1}
     assert sum(done.dropped.values()) == 4 + 2 + 1
     assert done.dropped["sft: a marked sum has another result"] == 1
     assert (
@@ -60,7 +60,7 @@ def test_sums_become_calls(tmp_path: Path) -> None:
     assert done.rows["test"] == [{"id": "test-0", "prompt": "Q", "answer": "1900"}]
     assert len(load_examples(done.rows["sft"], "sft")) == 1 and len(load_tasks(done.rows["tasks"])) == 5
     plain = prepare_gsm8k(tmp_path)
-    assert plain.counts["sft"] == 5 and "tools" not in plain.rows["sft"][0]
+    assert plain.row_counts["sft"] == 5 and "tools" not in plain.rows["sft"][0]
     text = "Half is 1,200/2 = $600.\nWith 50% more, 600 x 150% = 900 in all.\n#### 1900"
     assert roles(plain.rows["sft"][0]["messages"])[1:] == [("assistant", text)]
 
@@ -69,5 +69,5 @@ def test_sums_become_calls(tmp_path: Path) -> None:
 @pytest.mark.skipif(not REAL.is_dir(), reason=f"GSM8K is not in {REAL}")
 def test_the_real_rows() -> None:
     done = prepare_gsm8k(REAL, TOOLS)
-    assert done.counts == {"sft": 6921, "sft_dev": 455, "tasks": 7008, "dev": 465, "test": 1319}
+    assert done.row_counts == {"sft": 6921, "sft_dev": 455, "tasks": 7008, "dev": 465, "test": 1319}
     assert sum(done.dropped.values()) == 97
