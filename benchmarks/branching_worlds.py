@@ -261,7 +261,7 @@ class WordChat:
 @cache
 def vocabulary() -> list[str]:
     """All words that a task, a reply, a call or an answer can have."""
-    senses = ["lookup kind_of part_of", *(wordnet().sense_at(place).gloss for place in _all_places())]
+    senses = ["lookup kind_of part_of", *(wordnet().read_sense(place).gloss for place in _all_places())]
     rooms = [f"room{number}" for number in range(len(RIGHT) + 1)]
     texts = [*senses, *wordnet().index, *rooms, *WAYS, "hand tool , sense 1 2 : nothing go out sour sharp"]
     return sorted({word for text in texts for word in split_words(text)})

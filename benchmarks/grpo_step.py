@@ -49,7 +49,7 @@ Figures = dict[str, float]
 def warmed(steps: int) -> tuple[Any, ChatFormat]:
     """The built-in model after drills and demonstrations, some of them with mistakes: it solves some tasks."""
     lessons = Lessons(
-        make_sum_drill, num_short=5 * steps, num_dialogues=11 * steps
+        make_sum_drill, num_short_rows=5 * steps, num_dialogues=11 * steps
     )  # 16 demonstrations a step
     tasks = list(CalculatorEnvironment.tasks("train", 0, 1000))
     with tempfile.TemporaryDirectory() as folder:

@@ -111,7 +111,7 @@ async def beside(work: Work, other: Work | None) -> tuple[float, Any]:
 
 def counted(groups: Groups) -> tuple[float, float]:
     """Return decode steps and sampled tokens: without latencies, the longest episode decides how many steps."""
-    sampled = workload_from_groups([list(group) for group in groups]).sampled
+    sampled = workload_from_groups([list(group) for group in groups]).sampled_tokens
     return float(sampled.max()), float(sampled.sum())
 
 
@@ -119,5 +119,6 @@ def tree_tokens(groups: Groups) -> float:
     """Return the tokens of the prefix trees of all groups with something to learn: each counts its prompt once."""
     trees = [workload_from_groups([list(group)]) for group in groups]
     return sum(
-        tree.taught * (tree.length * len(tree.turns) - tree.prompt * (len(tree.turns) - 1)) for tree in trees
+        tree.taught_share * (tree.num_tokens * len(tree.turns) - tree.prompt_tokens * (len(tree.turns) - 1))
+        for tree in trees
     )

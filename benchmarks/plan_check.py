@@ -52,11 +52,12 @@ class Forecaster:
 
     def forecast(self, rates: Rates, size: int, latency: str, bound: int) -> float:
         episodes = workload_from_run(self.recorded, parse_distribution(latency))
-        tree = episodes.length * size - episodes.prompt * (size - 1)
+        tree = episodes.num_tokens * size - episodes.prompt_tokens * (size - 1)
         costs = Costs(
             launch=rates.step,
             row=rates.row,
-            update=(rates.update + rates.token * GROUPS * episodes.taught * tree) / (1.0 if bound else OLD),
+            update=(rates.update + rates.token * GROUPS * episodes.taught_share * tree)
+            / (1.0 if bound else OLD),
             record=self.record * GROUPS * size,
             sampler_overlap=rates.sampler_overlap,
             learner_overlap=rates.learner_overlap,

@@ -62,7 +62,7 @@ def warm_start(folder: Path) -> Path:
     """Make the demo's warm start and return its model."""
     demo = Demo("search", out=folder / "demo")
     demo.warm_start(PlainLines())
-    return demo.warm / "model"
+    return demo.warm_folder / "model"
 
 
 def given_config(model: Path, folder: Path, options: dict[str, Any]) -> TrainingConfig:

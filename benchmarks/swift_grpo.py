@@ -33,7 +33,7 @@ def warm_start(folder: Path) -> Path:
     """Return the model of the demo's first run."""
     demo = Demo("search", 0, folder / "demo")
     demo.warm_start(PlainLines())
-    return demo.warm / "model"
+    return demo.warm_folder / "model"
 
 
 def train(python: Path, model: Path, folder: Path, steps: int) -> dict[str, Any]:

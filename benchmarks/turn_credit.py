@@ -53,7 +53,9 @@ from TrainingFactory.types import Message, Reward, SamplingParams, Task, ToolCal
 LOOKUPS, STEP_REWARD, OUTCOME = 4, 0.5, 1.0
 STOP, REPEAT = 0.25, 0.25  # how often a turn of a demonstration, after the first, goes wrong in either way
 # Every demonstration is a novice's: habits to break are then equally frequent at all turns.
-WARM = Lessons(num_drills=2400, num_short=1440, num_dialogues=3360, num_demonstrations=1200, novice_share=1.0)
+WARM = Lessons(
+    num_drills=2400, num_short_rows=1440, num_dialogues=3360, num_demonstrations=1200, novice_share=1.0
+)
 TASKS, MEMBERS = 2, 8  # of a step
 RATE, WARMUP = 1.5e-4, 4
 MAX_TOKENS, MAX_TURNS, MAX_LENGTH = 24, LOOKUPS + 4, 640

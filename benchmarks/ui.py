@@ -90,12 +90,12 @@ def by_function(folder: Path) -> Ask:
 
     def ask(path: str, given: dict[str, Any]) -> Any:
         if path == "/api/runs":
-            return {"runs": [row.model_dump() for row in runs.rows()]}
+            return {"runs": [row.model_dump() for row in runs.list_rows()]}
         if path.endswith("/metrics"):
             return read_metrics_part(runs.find("live"), **given).model_dump()
         if path.endswith("/episodes"):
-            return index.page(Query(**given)).model_dump()
-        return index.episode(int(path.rpartition("/")[2])).model_dump()
+            return index.get_page(Query(**given)).model_dump()
+        return index.get_episode(int(path.rpartition("/")[2])).model_dump()
 
     return ask
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from TrainingFactory.algorithms.grpo import GRPO
-from TrainingFactory.apps.reports.credit_view import coloured
+from TrainingFactory.apps.reports.credit_view import compute_credit
 from TrainingFactory.cli import credit as terminal
 from TrainingFactory.envs import SearchEnvironment
 from TrainingFactory.models import chat_format, load_model
@@ -38,7 +38,7 @@ def main() -> None:
         episode = asyncio.run(play(SearchEnvironment(task), chat, script, reward=reward))
         episode.member = member
         episodes.append(episode)
-    credit = coloured(episodes, GRPO(credit="turn"), loaded.tokenizer)
+    credit = compute_credit(episodes, GRPO(credit="turn"), loaded.tokenizer)
     terminal.print_groups(credit, credit.groups)
     if len(sys.argv) > 1:
         Path(sys.argv[1]).write_text(credit.page(TITLE), encoding="utf-8")

@@ -35,7 +35,7 @@ from TrainingFactory.cli.registry import registry
 from TrainingFactory.cli.rollout import rollout
 from TrainingFactory.cli.runs import runs
 from TrainingFactory.cli.serve import serve
-from TrainingFactory.cli.show import INTERRUPTED_STATUS, fail, note
+from TrainingFactory.cli.show import INTERRUPTED_STATUS, note, print_error
 from TrainingFactory.cli.swift import swift
 from TrainingFactory.cli.tools import tools
 from TrainingFactory.cli.train import train
@@ -92,25 +92,25 @@ def run(
             return FAILED_STATUS
         if debug:
             traceback.print_exc()
-        fail(device_error or str(error))
+        print_error(device_error or str(error))
         return FAILED_STATUS if isinstance(error, OSError) else USER_ERROR
     except KeyboardInterrupt:
-        fail("interrupted")
+        print_error("interrupted")
         return INTERRUPTED_STATUS
 
 
 def _should_run(tokens: Sequence[str]) -> bool:
     """Return whether this process runs the command: any process if it trains, otherwise only rank 0."""
-    launch = find_launched_process()
-    if launch is None or tokens[0:1] == ("train",) or tokens[0:2] == ("runs", "resume"):
+    process = find_launched_process()
+    if process is None or tokens[0:1] == ("train",) or tokens[0:2] == ("runs", "resume"):
         return True
     for name in LAUNCHER_VARIABLES:
         os.environ.pop(name, None)
-    if launch.rank == 0:
+    if process.rank == 0:
         note(
-            f"1 of {launch.num_processes} processes runs this command; only train and runs resume use all of them"
+            f"1 of {process.num_processes} processes runs this command; only train and runs resume use all of them"
         )
-    return launch.rank == 0
+    return process.rank == 0
 
 
 class _EscapingFormatter(logging.Formatter):

@@ -1,4 +1,4 @@
-"""`tfactory compare`: pair_up comparison of models on the same tasks."""
+"""`tfactory compare`: paired comparison of models on the same tasks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from TrainingFactory.cli import show
-from TrainingFactory.cli.evaluate import RECORD_COLUMNS, record_row, run_evaluation
+from TrainingFactory.cli.evaluate import RECORD_COLUMNS, list_cells, run_evaluation
 from TrainingFactory.cli.options import Count, Flags, Json, RunsFolder, get_storage_paths
 from TrainingFactory.common.texts import escape_control
 from TrainingFactory.config.loading import key_value
@@ -29,7 +29,7 @@ def compare(
     *arguments: Annotated[str, Parameter(name="model-or-run")], env: str | None = None, suite: str | None = None,
     episodes: Count | None = None, flags: Flags | None = None,
     show_tasks: Annotated[int, Parameter(name="--show")] = 1, html: Path | None = None, again: bool = False,
-    as_json: Json = False, where: RunsFolder = "runs",
+    as_json: Json = False, runs_folder: RunsFolder = "runs",
 ) -> int:  # fmt: skip
     """Compare models with the first one, on the same tasks and with the same random seeds. Recorded evaluations with
     the same conditions are reused.
@@ -58,26 +58,26 @@ def compare(
     names = [text for text in arguments if "=" not in text or Path(text).exists()]
     if len(names) < 2 or flags.model is not None:
         raise ValueError("name at least two models, runs or recorded evaluations: tfactory compare A B")
-    overrides = [*(text for text in arguments if text not in names), *flags.overrides()]
-    overrides.insert(0, key_value("logging.output_dir", where))
+    overrides = [*(text for text in arguments if text not in names), *flags.list_overrides()]
+    overrides.insert(0, key_value("logging.output_dir", runs_folder))
     if episodes is not None:
         overrides.append(key_value("training.group_size", episodes))
-    sides, weights = comparison.sides(
+    models, weights = comparison.sides(
         names, overrides, env, suite, show.note, get_storage_paths(overrides)[0], again
     )
-    if status := _run_evaluations(sides):
+    if status := _run_evaluations(models):
         return status
-    results = [comparison.compare(sides[0], side, weights) for side in sides[1:]]
+    results = [comparison.compare(models[0], model, weights) for model in models[1:]]
     if html is not None:
         from TrainingFactory.apps.reports.comparison_page import make_comparison_page
 
-        show.write_page(html, make_comparison_page(sides, results))
+        show.write_page(html, make_comparison_page(models, results))
     if as_json:
         print(json.dumps({"comparisons": [result.as_json() for result in results]}))
         return 0
-    records = [(side.name, record) for side in sides for record in side.records]
+    records = [(model.name, record) for model in models for record in model.records]
     rows = [
-        [f"{name} {record.entry or ''}", *record_row(record, _find_budget(name))] for name, record in records
+        [f"{name} {record.entry or ''}", *list_cells(record, _find_budget(name))] for name, record in records
     ]
     show.print_columns(["model", *RECORD_COLUMNS], rows)
     for result in results:
@@ -85,35 +85,36 @@ def compare(
     return 0
 
 
-def _find_budget(side_name: str) -> Budget | None:
-    """Return the prices of a side behind an endpoint, which may be newer than its record."""
+def _find_budget(model_name: str) -> Budget | None:
+    """Return the prices of a model behind an endpoint, which may be newer than its record."""
     from TrainingFactory.common.endpoints.names import find_endpoint, is_endpoint
 
-    return find_endpoint(side_name).budget if is_endpoint(side_name) else None
+    return find_endpoint(model_name).budget if is_endpoint(model_name) else None
 
 
-def _run_evaluations(sides: Sequence[ComparedModel]) -> int:
+def _run_evaluations(models: Sequence[ComparedModel]) -> int:
     """Run the evaluations that have no record yet, and return the exit status."""
-    for side in sides:
-        for evaluation in filter(None, side.evaluations):
-            if status := run_evaluation(evaluation, f"{side.name} {evaluation.request.entry or ''}".rstrip()):
+    for model in models:
+        for evaluation in filter(None, model.evaluations):
+            name = f"{model.name} {evaluation.request.entry or ''}".rstrip()
+            if status := run_evaluation(evaluation, name):
                 return status
-        side.collect_records()
+        model.collect_records()
     return 0
 
 
 def _print_comparison(comparison: Comparison, num_shown: int) -> None:
-    better, worse, estimate = comparison.wins, comparison.losses, comparison.difference
+    wins, losses, estimate = comparison.wins, comparison.losses, comparison.difference
     names = f"{comparison.second.name} with {comparison.first.name}"
     rows = [
         ("compared", f"{names}, {show.pluralize(comparison.num_tasks, 'task')}"),
         ("difference", f"{estimate.value:+.3f} (95 % interval {estimate.low:+.3f} to {estimate.high:+.3f})"),
-        ("flipped", f"{len(better)} better, {len(worse)} worse; exact McNemar p = {comparison.p_value:.3g}"),
+        ("flipped", f"{len(wins)} better, {len(losses)} worse; exact McNemar p = {comparison.p_value:.3g}"),
     ]
-    directions = ("better on", better), ("worse on", worse)
+    directions = ("better on", wins), ("worse on", losses)
     rows += [(label, _format_task_ids(flips)) for label, flips in directions if flips]
     show.print_table(rows)
-    for flip, episodes in comparison.load_episodes([*better[:num_shown], *worse[:num_shown]]):
+    for flip, episodes in comparison.load_episodes([*wins[:num_shown], *losses[:num_shown]]):
         _print_episodes(comparison, flip, episodes)
     for note in comparison.notes:
         show.note(f"note: {note}")
@@ -128,8 +129,8 @@ def _print_episodes(comparison: Comparison, flip: Flip, episodes: Sequence[Traje
     console = show.make_console(stderr=False)
     console.print(Rule(Text(escape_control(f"task {flip.task_id}")), align="left"))
     grid = Table(box=None, padding=(0, 2, 0, 0), expand=True)
-    for side, success in zip((comparison.first, comparison.second), flip.success_rates, strict=True):
-        grid.add_column(Text(escape_control(f"{side.name}: {success:g}")), ratio=1, overflow="fold")
+    for model, success in zip((comparison.first, comparison.second), flip.success_rates, strict=True):
+        grid.add_column(Text(escape_control(f"{model.name}: {success:g}")), ratio=1, overflow="fold")
     grid.add_row(*map(_render_episode, episodes))
     console.print(grid)
 

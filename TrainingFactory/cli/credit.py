@@ -9,13 +9,7 @@ from rich.rule import Rule
 from rich.style import Style
 from rich.text import Text
 
-from TrainingFactory.apps.reports.credit_view import (
-    LEVELS,
-    Credit,
-    EpisodeCredit,
-    GroupCredit,
-    TurnCredit,
-)
+from TrainingFactory.apps.reports.credit_view import SHADES, Credit, EpisodeCredit, GroupCredit, TurnCredit
 from TrainingFactory.cli import show
 from TrainingFactory.common.texts import escape_control
 from TrainingFactory.runs.episode_texts import format_content, format_reward
@@ -30,7 +24,7 @@ def print_groups(
     for group in groups:
         _print_group(credit, group)
     if len(all_groups) > len(groups):
-        show.print_columns(credit.columns, [group.overview for group in all_groups])
+        show.print_columns(credit.columns, [group.overview_cells for group in all_groups])
         show.note(
             f"shown: {len(groups)} of {len(all_groups)} tasks; --show N shows more, --task ID another one"
         )
@@ -53,10 +47,10 @@ def _print_episode(credit: Credit, episode: EpisodeCredit) -> None:
     status = (trajectory.status, show.STATUS_STYLES.get(trajectory.status, "red"))
     reward = escape_control(format_reward(trajectory.reward))
     console.print(Text.assemble((f"member {trajectory.member}", "bold"), " | ", status, f" | {reward}"))
-    if episode.left_out:
-        console.print(Text(escape_control(episode.left_out), style="italic"))
+    if episode.untrained_reason:
+        console.print(Text(escape_control(episode.untrained_reason), style="italic"))
     for turn_number, turn in enumerate(episode.turns, 1):
-        summary = "  ".join(turn.summary(credit.measure))
+        summary = "  ".join(turn.list_labels(credit.measure))
         grid.add_row(Text(f"turn {turn_number}", style="bold"), Text(summary, style="bold"))
         grid.add_row("", _colour_text(turn, credit))
         for reply in turn.turn.replies:
@@ -69,7 +63,7 @@ def _print_episode(credit: Credit, episode: EpisodeCredit) -> None:
 def _colour_text(turn: TurnCredit, credit: Credit) -> Text:
     text = Text()
     for piece in turn.pieces:
-        text.append(escape_control(piece.text), _pick_credit_style(credit.level(piece.value)))
+        text.append(escape_control(piece.text), _pick_credit_style(credit.get_shade(piece.value)))
     num_hidden = len(text) - show.MAX_CHARS
     return (
         text
@@ -78,12 +72,12 @@ def _colour_text(turn: TurnCredit, credit: Credit) -> Text:
     )
 
 
-def _pick_credit_style(level: int) -> Style | None:
+def _pick_credit_style(shade: int) -> Style | None:
     """Return black text on a background between pale and full colour, readable on dark and light terminals."""
-    if not level:
+    if not shade:
         return None
-    colour = GREEN if level > 0 else RED
-    strength = abs(level) / LEVELS
+    colour = GREEN if shade > 0 else RED
+    strength = abs(shade) / SHADES
     red, green, blue = (
         round(pale + (full - pale) * strength) for pale, full in zip(PALE, colour, strict=True)
     )

@@ -69,7 +69,7 @@ def convert(
     rows += [(f"  {reason}", f"{count} skipped") for reason, count in conversion.dropped.items() if count]
     show.print_table([*rows, ("rows", str(len(conversion.rows)))])
     if not conversion.rows:
-        show.fail(f"no episode is usable for {to}; {out} was not written. Relax the filters.")
+        show.print_error(f"no episode is usable for {to}; {out} was not written. Relax the filters.")
         return 1
     if conversion.note:
         show.note(f"note: {conversion.note}")
@@ -142,7 +142,7 @@ def check(
     dataset = find_dataset(source, runs)
     examples = load_examples(dataset, form, split=split, skip_bad_rows=True, check_call=find_call_problem)
     for problem in examples.row_problems:
-        show.fail(problem)
+        show.print_error(problem)
     summary = [("rows", str(examples.num_rows)), ("usable", f"{len(examples)} examples for {form}")]
     summary += [
         (f"  {reason}", f"{show.pluralize(count, 'episode')} skipped")
@@ -255,7 +255,7 @@ def screen(*, out: Path = Path("screen"), model: str | None = None) -> int:
 def _print_files(folder: Path, prepared: PreparedRows) -> int:
     rows = [
         (str(folder / f"{split}.jsonl"), show.pluralize(count, "row"))
-        for split, count in prepared.counts.items()
+        for split, count in prepared.row_counts.items()
     ]
     show.print_table(
         rows + [(f"  {reason}", f"{count} skipped") for reason, count in prepared.dropped.items()]

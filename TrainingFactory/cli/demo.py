@@ -44,8 +44,8 @@ def demo(*, env: str = "search", seed: int = 0, out: Path = Path("runs/demo")) -
             result = run_stage(display)
             if result.state == "interrupted":
                 steps = show.pluralize(result.steps, "step")
-                resume = f"resume this run: {RunFolder(result.run).resume_command}; tfactory demo starts over"
-                display.say(f"interrupted after {steps} of the {stage_name}; {resume}")
+                hint = f"resume this run: {RunFolder(result.run).resume_command}; tfactory demo starts over"
+                display.say(f"interrupted after {steps} of the {stage_name}; {hint}")
                 return show.INTERRUPTED_STATUS
         report = stages.report()
     _print_report(report)
@@ -61,11 +61,11 @@ def _print_report(report: DemoReport) -> None:
     show.print_table([("share of correct answers by step", sparkline(report.curve))])
     show.print_columns(("held-out tasks", "before", "after"), report.table)
     print()
-    show.note(" ".join(filter(None, (report.learned, report.blind_text))))
+    show.note(" ".join(filter(None, (report.learned_text, report.blind_text))))
     temperature = report.configs[1]["sampling"]["temperature"]
     show.note(f"Evaluated at temperature 1, trained at {temperature:g}, where mistakes are more frequent.")
-    report_page = Path(report.folders[1], "report.html")
-    show.note(f"{sum(report.seconds):.0f} s of training. Full report: {report_page}\n")
+    report_file = Path(report.folders[1], "report.html")
+    show.note(f"{sum(report.seconds):.0f} s of training. Full report: {report_file}\n")
     show.note("Next commands:")
     for command, description in report.next_commands:
         show.note(f"  {command}  # {description}")

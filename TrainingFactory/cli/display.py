@@ -19,7 +19,7 @@ from TrainingFactory.runs.tracking import format_metrics_line
 from TrainingFactory.types import Trajectory
 
 T = TypeVar("T")
-SPARKS = "▁▂▃▄▅▆▇█"
+BLOCKS = "▁▂▃▄▅▆▇█"
 SPARKLINE_COLUMNS = 40
 # Metric -> format in the live panel. Plain log lines leave these metrics out.
 DETAIL_FORMATS = {
@@ -51,9 +51,9 @@ class Display:
             speed_estimate_period=3600.0,
         )
         self._task_ids: dict[str, progress.TaskID] = {}
-        self._last_line = time.monotonic()
+        self._last_line_time = time.monotonic()
         self._phase = ""
-        self._num_expected = num_episodes
+        self._num_episodes = num_episodes
         self._loads_model = loads_model
         self._num_ended = 0
         self._rewards: list[float] = []
@@ -62,7 +62,7 @@ class Display:
         self._live = Live(console=self._console, refresh_per_second=4, get_renderable=self._draw)
 
     def __enter__(self) -> Display:
-        if self._num_expected is not None:
+        if self._num_episodes is not None:
             self.phase("load" if self._loads_model else "sample")
         return self
 
@@ -72,7 +72,7 @@ class Display:
 
     def phase(self, name: str) -> None:
         self._phase = name
-        if self._num_expected is None:
+        if self._num_episodes is None:
             self._num_ended = 0
         if name == "load":
             self.say("loading the model")
@@ -81,12 +81,12 @@ class Display:
 
     def episode(self, trajectory: Trajectory) -> None:
         self._num_ended += 1
-        if self._num_expected is None:
+        if self._num_episodes is None:
             return
         if trajectory.reward is not None:
             self._rewards.append(trajectory.reward.outcome)
         mean_text = f"mean reward {sum(self._rewards) / len(self._rewards):.2f}" if self._rewards else ""
-        self.advance("episodes", self._num_expected, mean_text)
+        self.advance("episodes", self._num_episodes, mean_text)
 
     def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
         task_id = self._find_task_id(self.task, total)
@@ -110,29 +110,29 @@ class Display:
     def say(self, text: str) -> None:
         show.note(text, self._console)
 
-    def track(self, iterable: Iterable[T], bar: str, total: int | None = None) -> Iterator[T]:
-        """Yield the elements and advance the bar `bar` after each is processed."""
+    def track(self, iterable: Iterable[T], label: str, total: int | None = None) -> Iterator[T]:
+        """Yield the elements and advance the bar `label` after each is processed."""
         for element in iterable:
             yield element
-            self.advance(bar, total)
+            self.advance(label, total)
 
-    def advance(self, bar: str, total: int | None, text: str = "") -> None:
-        """Advance the bar `bar`, of length `total` (None: unknown), by one."""
-        task_id = self._find_task_id(bar, total)
+    def advance(self, label: str, total: int | None, text: str = "") -> None:
+        """Advance the bar `label`, of length `total` (None: unknown), by one."""
+        task_id = self._find_task_id(label, total)
         self._bars.update(task_id, advance=1, note=text)
         completed = int(self._bars.tasks[task_id].completed)
         now = time.monotonic()
         if self._console.is_terminal:
             self._start_live()
-        elif completed == total or now - self._last_line > LINE_INTERVAL:
-            self._last_line = now
-            progress_text = f"{bar}: {completed}" if total is None else f"{bar}: {completed} of {total}"
+        elif completed == total or now - self._last_line_time > LINE_INTERVAL:
+            self._last_line_time = now
+            progress_text = f"{label}: {completed}" if total is None else f"{label}: {completed} of {total}"
             self.say(f"{progress_text}, {text}" if text else progress_text)
 
-    def _find_task_id(self, bar: str, total: int | None) -> progress.TaskID:
-        if bar not in self._task_ids:
-            self._task_ids[bar] = self._bars.add_task(bar, total=total, note="")
-        return self._task_ids[bar]
+    def _find_task_id(self, label: str, total: int | None) -> progress.TaskID:
+        if label not in self._task_ids:
+            self._task_ids[label] = self._bars.add_task(label, total=total, note="")
+        return self._task_ids[label]
 
     def _start_live(self) -> None:
         """Start the live display. Called after the model is loaded, because loading draws its own bars."""
@@ -145,7 +145,7 @@ class Display:
         lines = [format_metrics_line(metrics), *(["  ".join(details)] if details else [])]
         if self._curve:
             lines.insert(0, sparkline(list(self._curve.values())))
-        if self._phase and self._num_expected is None:
+        if self._phase and self._num_episodes is None:
             ended_note = f", {show.pluralize(self._num_ended, 'episode')} ended" if self._num_ended else ""
             lines.append(self._phase + ended_note)
         return Group(self._bars, Text("\n".join(lines)))
@@ -166,10 +166,10 @@ def plot(values: list[float], columns: int = 72, height: int = 6) -> list[str]:
     starts = [len(values) * column // width for column in range(width + 1)]
     averages = [fmean(values[start:end]) for start, end in pairwise(starts)]
     low, high = min(averages), max(averages)
-    scale = (len(SPARKS) * height - 1) / (high - low) if high > low else 0.0
+    scale = (len(BLOCKS) * height - 1) / (high - low) if high > low else 0.0
     levels = [round((mean - low) * scale) for mean in averages]
     lines = []
     for line in reversed(range(height)):
-        floor = line * len(SPARKS)
-        lines.append("".join(" " if level < floor else SPARKS[min(level - floor, 7)] for level in levels))
+        floor = line * len(BLOCKS)
+        lines.append("".join(" " if level < floor else BLOCKS[min(level - floor, 7)] for level in levels))
     return lines

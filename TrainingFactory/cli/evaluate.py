@@ -61,7 +61,7 @@ def evaluate(
         raise ValueError("the model is named twice. Remove --model.")
     if episodes is not None and flags.group_size is not None:
         raise ValueError("--episodes and --group-size mean the same. Remove one of them.")
-    options = [*overrides, *flags.overrides()]
+    options = [*overrides, *flags.list_overrides()]
     if episodes is not None:
         options.append(key_value("training.group_size", episodes))
     if suite is not None:
@@ -95,7 +95,7 @@ def _evaluate_suite(model: str, suite_name: str, overrides: list[str], as_json: 
         print(json.dumps(summary | {"total_low": score.low, "total_high": score.high, "entries": entries}))
         return 0
     rows = [
-        [str(record.entry), f"{entry.weight:g}", *record_row(record)]
+        [str(record.entry), f"{entry.weight:g}", *list_cells(record)]
         for record, entry in zip(records, suite.entries, strict=True)
     ]
     show.print_columns(["entry", "weight", *RECORD_COLUMNS], [*rows, ["total", "", "", str(score)]])
@@ -111,7 +111,7 @@ def run_evaluation(evaluation: RecordedEvaluation, name: str) -> int:
     if evaluation.record is not None:
         return 0
     reason = "was interrupted" if result.interrupted else "has no scored episode"
-    show.fail(f"{name} {reason}; the remaining evaluations were not run")
+    show.print_error(f"{name} {reason}; the remaining evaluations were not run")
     return show.INTERRUPTED_STATUS if result.interrupted else UNSCORED_STATUS
 
 
@@ -120,16 +120,16 @@ RECORD_COLUMNS = (
 )  # fmt: skip
 
 
-def record_row(record: EvaluationRecord, prices: Budget | None = None) -> list[str]:
+def list_cells(record: EvaluationRecord, prices: Budget | None = None) -> list[str]:
     """Return the cells of a record in the order of RECORD_COLUMNS. `prices` are those of an endpoint."""
     metrics, conditions = record.metrics, record.conditions
     success = f"{metrics['success']:.3f} ({metrics['success_low']:.3f} to {metrics['success_high']:.3f})"
     pass_key = f"pass^{conditions.episodes}"
-    pass_all = f"{metrics[pass_key]:.3f} of {conditions.episodes}" if pass_key in metrics else ""
+    pass_text = f"{metrics[pass_key]:.3f} of {conditions.episodes}" if pass_key in metrics else ""
     tool_success = f"{metrics['tool_success']:.3f}" if "tool_success" in metrics else ""
     turns, tokens = f"{metrics['turns']:.1f}", f"{metrics['sampled_tokens']:.0f}"
     cost = format_cost(metrics, prices)
-    return [str(conditions.count), success, pass_all, turns, tool_success, tokens, cost, record.id]
+    return [str(conditions.count), success, pass_text, turns, tool_success, tokens, cost, record.id]
 
 
 def format_cost(metrics: dict[str, float], prices: Budget | None = None) -> str:
@@ -163,7 +163,7 @@ def _print_result(evaluation: RecordedEvaluation, result: RolloutReport, as_json
     if result.interrupted:
         return show.INTERRUPTED_STATUS
     if "success" not in metrics:
-        show.fail(f"no episode could be scored. Most frequent reason: {find_main_error(episodes)}")
+        show.print_error(f"no episode could be scored. Most frequent reason: {find_main_error(episodes)}")
         return UNSCORED_STATUS
     return 0
 

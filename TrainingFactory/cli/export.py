@@ -28,9 +28,9 @@ def export(
         merge: Merge the adapter into its base model.
         dtype: Data type of the exported weights. Default: that of the model.
     """
-    from TrainingFactory.assembly.export import export as write
+    from TrainingFactory.assembly.export import export as write_model
 
-    exported = write(run, out, merge, dtype)
+    exported = write_model(run, out, merge, dtype)
     titles = {"model": "the model", "adapter": "the adapter", "merged": "the model with its adapter merged"}
     print(f"wrote {titles[exported.kind]} of {exported.source} to {exported.path}")
     for note in exported.notes:

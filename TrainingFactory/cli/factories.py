@@ -21,15 +21,15 @@ def list_ids(*, as_json: Json = False) -> None:
     tfactory factories list
     ```
     """
-    from TrainingFactory.resolve import factories as project
+    from TrainingFactory.resolve import factories as project_ids
     from TrainingFactory.resolve.siblings import SIBLING_FACTORIES
 
     targets = {
         kind: {
-            name: project.describe_target(kind, entry) or "a conversation with tools"
+            name: project_ids.describe_target(kind, entry) or "a conversation with tools"
             for name, entry in ids.items()
         }
-        for kind, ids in project.read_entries().items()
+        for kind, ids in project_ids.read_entries().items()
     }
     installed = {sibling.package: sibling.is_installed for sibling in SIBLING_FACTORIES.values()}
     if as_json:
@@ -38,7 +38,7 @@ def list_ids(*, as_json: Json = False) -> None:
     if rows := [(kind, name, target) for kind, ids in targets.items() for name, target in ids.items()]:
         show.print_columns(("kind", "id", "target"), rows)
     else:
-        show.note(f"no ids in {project.IDS_FILE} of this folder; add one with: tfactory factories add")
+        show.note(f"no ids in {project_ids.IDS_FILE} of this folder; add one with: tfactory factories add")
     for package, is_installed in installed.items():
         show.note(f"{package} is {'installed' if is_installed else 'not installed'}")
 
@@ -63,11 +63,11 @@ def add(
         kind: Kind of resource that the id names.
         name: The id.
         target: File, name or hub id, as in a config; or config keys as key=value, of the id's own section or any other.
-        more: Further config keys as key=value.
+        extra_targets: Further config keys as key=value.
     """
-    from TrainingFactory.resolve import factories as project
+    from TrainingFactory.resolve import factories as project_ids
 
     section = kind if kind == "compute" else f"{kind}s"
-    project.add_entry(section, name, [target, *extra_targets])
-    entry = project.read_entries()[section][name]
-    print(f"{project.IDS_FILE}: {name} is {project.describe_target(section, entry)}")
+    project_ids.add_entry(section, name, [target, *extra_targets])
+    entry = project_ids.read_entries()[section][name]
+    print(f"{project_ids.IDS_FILE}: {name} is {project_ids.describe_target(section, entry)}")

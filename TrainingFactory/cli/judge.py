@@ -14,7 +14,7 @@ from TrainingFactory.cli.display import Display
 from TrainingFactory.cli.options import Count, Json, RunsFolder
 from TrainingFactory.config.loading import ConfigLoader
 
-NO_VERDICT = 1
+NO_VERDICT_STATUS = 1
 TEXT_OPTIONS = ("base_url", "model", "rubric", "template")  # plain strings; others are parsed as YAML
 
 judge = App(name="judge", help="Audit model judges before you train on their verdicts.")
@@ -23,7 +23,7 @@ judge = App(name="judge", help="Audit model judges before you train on their ver
 @judge.command(name="audit")
 async def audit_judge(
     *options: str, gold: Path, judge: Path | None = None, repeats: Count = 2, out: Path = Path("judge-audit.html"),
-    as_json: Json = False, where: RunsFolder = "runs",
+    as_json: Json = False, runs_folder: RunsFolder = "runs",
 ) -> int:  # fmt: skip
     """Compare a judge with gold labels: agreement, biases, consistency, resistance to injection, and cost.
 
@@ -42,7 +42,7 @@ async def audit_judge(
     # Imported here because it is slow: --help and invalid options should be answered at once.
     from TrainingFactory.apps.judge_audit.audit import audit
     from TrainingFactory.apps.judge_audit.gold import load_gold
-    from TrainingFactory.apps.judge_audit.report import save_audit, verdict_of
+    from TrainingFactory.apps.judge_audit.report import describe_verdict, save_audit
     from TrainingFactory.common.options import make_from
     from TrainingFactory.rewards.judge.model_judge import ModelJudge, model_judge
 
@@ -69,14 +69,14 @@ async def audit_judge(
         print(json.dumps(result.as_json(), indent=2))
     else:
         show.print_columns(("metric", "value", "meaning"), result.rows)
-        show.print_table([("verdict", verdict_of(result))])
+        show.print_table([("verdict", describe_verdict(result))])
     if not (result.judged or result.pairs):  # no verdict can be compared with a gold label
         earlier_note = f"; {out} is from an earlier audit" if out.exists() else ""
         show.note(f"no report written, because the judge gave no verdict{earlier_note}")
-        return NO_VERDICT
+        return NO_VERDICT_STATUS
     judge_title = f"{settings['model']} at {settings['base_url']}"
-    show.write_page(out, result.page(judge_title))
-    save_audit(Path(where).expanduser(), result, judge_title, str(gold))
+    show.write_page(out, result.render_page(judge_title))
+    save_audit(Path(runs_folder).expanduser(), result, judge_title, str(gold))
     return 0
 
 

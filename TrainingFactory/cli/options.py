@@ -41,7 +41,7 @@ class Flags:
     seed: int | None = None
     """Random seed for sampling. To get other tasks, set data.seed=N."""
 
-    def overrides(self) -> list[str]:
+    def list_overrides(self) -> list[str]:
         """Return the options that are set as config overrides (key=value)."""
         is_count = self.tasks is not None and self.tasks.removeprefix("-").isdecimal()
         settings = {

@@ -63,7 +63,7 @@ def recipe(
     if as_json:
         print(json.dumps(results, indent=1, ensure_ascii=False))
     else:
-        _print_results(results, list(stages.evaluated), stages.out)
+        _print_results(results, list(stages.models), stages.out)
     return 0
 
 
@@ -72,13 +72,13 @@ def _print_results(results: dict[str, Any], models: list[str], folder: Path) -> 
         return f"{result['success']:.3f} ({result['success_low']:.3f} to {result['success_high']:.3f})"
 
     rows = [
-        (split, sampling, str(result["tasks"]), *(format_success(result[model]) for model in models),
+        (split, decoding, str(result["tasks"]), *(format_success(result[model]) for model in models),
          f"{result['difference']:+.3f} ({result['difference_low']:+.3f} to {result['difference_high']:+.3f})")
-        for split, by_sampling in results["evaluations"].items() for sampling, result in by_sampling.items()
+        for split, split_results in results["evaluations"].items() for decoding, result in split_results.items()
     ]  # fmt: skip
     show.print_columns(["split", "", "tasks", *(f"{model} (95 %)" for model in models), "difference"], rows)
-    for split, by_sampling in results.get("blind", {}).items():
-        for sampling, result in by_sampling.items():
-            show.note(f"grpo with empty pictures, {split}, {sampling}: {format_success(result)}")
+    for split, split_results in results.get("blind", {}).items():
+        for decoding, result in split_results.items():
+            show.note(f"grpo with empty pictures, {split}, {decoding}: {format_success(result)}")
     stage_times = ", ".join(f"{stage} {seconds:.0f} s" for stage, seconds in results["seconds"].items())
     show.note(f"{stage_times}; all results: {folder / 'results.json'}")

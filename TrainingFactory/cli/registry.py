@@ -30,15 +30,15 @@ RegistryFile = Annotated[
 ]
 
 
-def _open_registry(path: Path | None, runs: str) -> ModelRegistry:
+def _open_registry(path: Path | None, runs_folder: str) -> ModelRegistry:
     # Imported here because it is slow: --help should appear at once.
     from TrainingFactory.promotion.model_registry import ModelRegistry
 
-    return ModelRegistry(path, runs)
+    return ModelRegistry(path, runs_folder)
 
 
 @registry.command(name="list")
-def list_(*, as_json: Json = False, file: RegistryFile = None, where: RunsFolder = "runs") -> None:
+def list_(*, as_json: Json = False, file: RegistryFile = None, runs_folder: RunsFolder = "runs") -> None:
     """List all versions of all registered models.
 
     ```
@@ -48,7 +48,7 @@ def list_(*, as_json: Json = False, file: RegistryFile = None, where: RunsFolder
     """
     from TrainingFactory.apps.views.registry import list_models
 
-    model_registry = _open_registry(file, where)
+    model_registry = _open_registry(file, runs_folder)
     versions = model_registry.versions()
     if as_json:
         print(list_models(model_registry).model_dump_json())
@@ -65,7 +65,7 @@ def list_(*, as_json: Json = False, file: RegistryFile = None, where: RunsFolder
 @registry.command(name="show")
 def show_(
     version: VersionName, *, lineage: bool = False, as_json: Json = False, file: RegistryFile = None,
-    where: RunsFolder = "runs",
+    runs_folder: RunsFolder = "runs",
 ) -> None:  # fmt: skip
     """Show a version: files, evaluations and promotion decisions. A model name without a version shows the newest
     version and the decisions of all versions.
@@ -82,7 +82,7 @@ def show_(
     from TrainingFactory.registry.card import format_title
     from TrainingFactory.registry.lineage import render_tree
 
-    model_registry = _open_registry(file, where)
+    model_registry = _open_registry(file, runs_folder)
     entry = model_registry.get(version)
     evaluations, decisions = model_registry.evaluations(str(entry)), model_registry.decisions(entry.model)
     if as_json:
@@ -109,7 +109,7 @@ def show_(
 @registry.command
 def register(
     name: str, model: Annotated[str, Parameter(name="model-or-run")], /, *, alias: str | None = None,
-    description: str = "", tag: Sequence[str] = (), file: RegistryFile = None, where: RunsFolder = "runs",
+    description: str = "", tag: Sequence[str] = (), file: RegistryFile = None, runs_folder: RunsFolder = "runs",
 ) -> None:  # fmt: skip
     """Register a run's model or adapter as the next version of a model. Files are copied, so the run can be deleted.
 
@@ -126,7 +126,7 @@ def register(
         description: Free-text description of the version.
         tag: Tag as KEY=VALUE; repeatable.
     """
-    model_registry = _open_registry(file, where)
+    model_registry = _open_registry(file, runs_folder)
     version = model_registry.register(name, model, description, _parse_tags(tag))
     if alias is not None:
         model_registry.set_alias(str(version), alias)
@@ -141,7 +141,7 @@ def alias(
     *,
     remove: bool = False,
     file: RegistryFile = None,
-    where: RunsFolder = "runs",
+    runs_folder: RunsFolder = "runs",
 ) -> None:
     """Point an alias at a version, or remove an alias.
 
@@ -154,7 +154,7 @@ def alias(
         name: Alias, such as champion.
         remove: Remove the alias, whichever version of the model it points at.
     """
-    model_registry = _open_registry(file, where)
+    model_registry = _open_registry(file, runs_folder)
     if remove:
         model = model_registry.get(version).model
         print(f"removed {model}@{name}; it was {model}:{model_registry.remove_alias(model, name)}")
@@ -166,7 +166,7 @@ def alias(
 @registry.command
 def promote(
     version: VersionName, *overrides: ModelOverrides, suite: str, to: str = "champion", first: bool = False,
-    html: Path | None = None, as_json: Json = False, file: RegistryFile = None, where: RunsFolder = "runs",
+    html: Path | None = None, as_json: Json = False, file: RegistryFile = None, runs_folder: RunsFolder = "runs",
 ) -> int:  # fmt: skip
     """Move an alias to a version if the version passes a gate against the alias's present holder.
 
@@ -187,7 +187,8 @@ def promote(
     """
     from TrainingFactory.promotion.promotion import Promotion
 
-    promotion = Promotion(_open_registry(file, where), version, to, suite, first, overrides, where, show.note)
+    model_registry = _open_registry(file, runs_folder)
+    promotion = Promotion(model_registry, version, to, suite, first, overrides, runs_folder, show.note)
     opponent = f" against {promotion.champion}" if promotion.champion else ", the first"
     show.note(f"{promotion.version} for {promotion.target}{opponent}; gate of suite {promotion.suite.name}:")
     for line in promotion.criteria:
@@ -207,9 +208,9 @@ def promote(
     rows = [("yes" if check.holds else "no", check.name, check.found) for check in decision.checks]
     show.print_columns(["passed", "check", "result"], rows)
     if comparison is not None:
-        change = comparison.difference
+        difference = comparison.difference
         flip_counts = f"{len(comparison.wins)} better, {len(comparison.losses)} worse"
-        interval = f"{change.value:+.3f} (95 % interval {change.low:+.3f} to {change.high:+.3f})"
+        interval = f"{difference.value:+.3f} (95 % interval {difference.low:+.3f} to {difference.high:+.3f})"
         print(f"all evaluated tasks: {interval}, {flip_counts}, exact McNemar p = {comparison.p_value:.3g}")
     verdict = f"is {promotion.target} now" if decision.promoted else f"is refused as {promotion.target}"
     print(f"{promotion.version} {verdict}: {decision.text}")
@@ -227,7 +228,7 @@ def _run_evaluation(model: str, evaluation: RecordedEvaluation) -> None:
 
 @registry.command
 def rollback(
-    model: str, *, alias: str = "champion", file: RegistryFile = None, where: RunsFolder = "runs"
+    model: str, *, alias: str = "champion", file: RegistryFile = None, runs_folder: RunsFolder = "runs"
 ) -> None:
     """Roll an alias back to its previous version.
 
@@ -242,12 +243,12 @@ def rollback(
     """
     name, _, inline_alias = model.partition("@")
     alias = inline_alias or alias
-    new_version, previous = _open_registry(file, where).rollback(name, alias)
+    new_version, previous = _open_registry(file, runs_folder).rollback(name, alias)
     print(f"{name}@{alias} is {new_version} again" + (f"; it was {name}:{previous}" if previous else ""))
 
 
 @registry.command
-def delete(version: VersionName, *, file: RegistryFile = None, where: RunsFolder = "runs") -> None:
+def delete(version: VersionName, *, file: RegistryFile = None, runs_folder: RunsFolder = "runs") -> None:
     """Delete a version that has no alias, with the files that no other version shares. Its number is never reused.
 
     ```
@@ -257,7 +258,7 @@ def delete(version: VersionName, *, file: RegistryFile = None, where: RunsFolder
     if ":" not in version:
         model = version.partition("@")[0]
         raise ValueError(f"{version!r} has no version number. Name the version to delete, such as {model}:2")
-    deleted_version, freed_bytes = _open_registry(file, where).delete(version)
+    deleted_version, freed_bytes = _open_registry(file, runs_folder).delete(version)
     print(f"deleted {deleted_version}; freed {freed_bytes / 1e6:.1f} MB")
 
 
@@ -265,7 +266,7 @@ def delete(version: VersionName, *, file: RegistryFile = None, where: RunsFolder
 def export(
     version: VersionName, target: str, *, to: Literal["hub", "mlflow"] = "hub", merge: bool = False,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None, file: RegistryFile = None,
-    where: RunsFolder = "runs",
+    runs_folder: RunsFolder = "runs",
 ) -> None:  # fmt: skip
     """Export a version as a Hugging Face model folder with a model card, or to an MLflow model registry.
 
@@ -280,7 +281,7 @@ def export(
         merge: Merge the adapter into its base model.
         dtype: Data type of the exported weights, with --to hub. Default: that of the model.
     """
-    model_registry = _open_registry(file, where)
+    model_registry = _open_registry(file, runs_folder)
     if to == "mlflow":
         print(f"wrote {version} to {model_registry.export_to_mlflow(version, target, merge)}")
     else:
@@ -297,7 +298,7 @@ def verify(
     *,
     as_json: Json = False,
     file: RegistryFile = None,
-    where: RunsFolder = "runs",
+    runs_folder: RunsFolder = "runs",
 ) -> int:
     """Verify the checksums of all registered files and report missing or modified ones. Exit status 1: damaged.
 
@@ -306,7 +307,7 @@ def verify(
     tfactory registry verify agent@champion
     ```
     """
-    model_registry = _open_registry(file, where)
+    model_registry = _open_registry(file, runs_folder)
     problems_by_version = model_registry.verify(version)
     num_versions = 1 if version is not None else len(model_registry.versions())
     if as_json:
@@ -316,7 +317,7 @@ def verify(
         print(f"{show.pluralize(num_versions, 'version')}: all checksums match")
     for version_name, problems in problems_by_version.items():
         for problem in problems:
-            show.fail(f"{version_name}: {problem}")
+            show.print_error(f"{version_name}: {problem}")
     return DAMAGED_STATUS if problems_by_version else 0
 
 
@@ -339,9 +340,9 @@ def _describe_decision(row: dict[str, Any]) -> str:
     if row["kind"] == "refuse":
         candidate = f"{row['model']}:{row['number']} as {row['alias']}"
         return f"{candidate}, {row['created']} by {row['who']}: {evidence['reason']}"
-    alias = f"{row['model']}@{row['alias']} " if row["alias"] else ""
-    versions = f"version {row['number']}"
+    alias_text = f"{row['model']}@{row['alias']} " if row["alias"] else ""
+    version_text = f"version {row['number']}"
     if row["alias"]:
-        versions = f"{row['was'] or 'none'} -> {row['number'] or 'none'}"
+        version_text = f"{row['was'] or 'none'} -> {row['number'] or 'none'}"
     first_check = "".join(f"; {check['name']}: {check['found']}" for check in evidence.get("checks", [])[:1])
-    return f"{alias}{versions}, {row['created']} by {row['who']}{first_check}"
+    return f"{alias_text}{version_text}, {row['created']} by {row['who']}{first_check}"

@@ -39,7 +39,7 @@ def rollout(
     """
     from TrainingFactory.assembly.named_files import read_config
 
-    config_path, options = split_config_source(source, [*overrides, *(flags or Flags()).overrides()])
+    config_path, options = split_config_source(source, [*overrides, *(flags or Flags()).list_overrides()])
     config = read_config(config_path, options)
     # Imported here because it is slow: --help and config errors should appear at once.
     from TrainingFactory.evaluation.rollouts import Rollouts

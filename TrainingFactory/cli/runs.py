@@ -33,14 +33,14 @@ def list_(*, archived: bool = False, as_json: Json = False, runs_folder: RunsFol
     Args:
         archived: Include archived runs. --json always prints all of them.
     """
-    rows = views.Runs(runs_folder).rows()
+    rows = views.Runs(runs_folder).list_rows()
     if as_json:
         print(RunList(runs=rows).model_dump_json())
         return
     shown_runs = [row for row in rows if archived or not row.archived]
     if shown_runs:
         show.print_columns(
-            ("run", "state", "steps", "last", "description"), [_make_cells(row) for row in shown_runs]
+            ("run", "state", "steps", "last", "description"), [_make_run_cells(row) for row in shown_runs]
         )
     else:
         show.note(f"no runs in {runs_folder}")
@@ -48,14 +48,14 @@ def list_(*, archived: bool = False, as_json: Json = False, runs_folder: RunsFol
         show.note(f"{show.pluralize(num_archived, 'archived run')} hidden; show with --archived")
 
 
-def _make_cells(row: RunRow) -> tuple[str, ...]:
+def _make_run_cells(row: RunRow) -> tuple[str, ...]:
     if row.state == "unreadable":
         return row.name, row.state, "", "", row.problem or ""
     values = {"eval/success": row.heldout and row.heldout.value, "reward": row.reward, "loss": row.loss}
-    metric = next((f"{key} {value:.3f}" for key, value in values.items() if value is not None), "")
+    metric_text = next((f"{key} {value:.3f}" for key, value in values.items() if value is not None), "")
     tags = "".join(f" [{name}={value}]" if value else f" [{name}]" for name, value in row.tags.items())
     description = row.problem or f"{row.algorithm} {row.environment or ''} {row.model}{tags}"
-    return row.name, row.state, f"{row.step}/{row.steps or '?'}", metric, description
+    return row.name, row.state, f"{row.step}/{row.steps or '?'}", metric_text, description
 
 
 @runs.command(name="show")
@@ -76,8 +76,8 @@ def show_(name: RunName, *, as_json: Json = False, runs_folder: RunsFolder = "ru
     if (best_checkpoint := run.best()) is not None:
         rows.append(("best", f"{best_checkpoint}, on held-out tasks or rows"))
     rows += [(name, value) for name, value in _make_annotation_rows(run) if value]
-    if count := len(read_records(run.path / EVALUATIONS, show.note)):
-        rows.append(("evaluations", f"{count} in {run.path / EVALUATIONS}"))
+    if num_records := len(read_records(run.path / EVALUATIONS, show.note)):
+        rows.append(("evaluations", f"{num_records} in {run.path / EVALUATIONS}"))
     show.print_table(rows)
     metrics, metric_rows = run.metrics(), []
     for label, key, number_format in run_tables.label_metrics(metrics):
@@ -89,7 +89,7 @@ def show_(name: RunName, *, as_json: Json = False, runs_folder: RunsFolder = "ru
     show.print_columns(["metric", "first", "last", "min", "max", "curve"], metric_rows)
     _print_plot(metrics)
     show.print_table(list(run_tables.format_usage(metrics)))
-    for finding in views.findings(run):
+    for finding in views.list_findings(run):
         show.note(f"{finding.severity}, {finding.when}: {finding.name}: {finding.sentence}. {finding.remedy}")
     if run.state in ("interrupted", "failed", "killed"):
         show.note(f"resume with: {run.resume_command}")
@@ -156,7 +156,7 @@ def compare(*names: RunName, as_json: Json = False, runs_folder: RunsFolder = "r
         print(diff.model_dump_json())
         return
     histories = [run.metrics() for run in folders]
-    latest = [run_tables.merge_metrics(history) | run_tables.sum_usage(history) for history in histories]
+    last_values = [run_tables.merge_metrics(history) | run_tables.sum_usage(history) for history in histories]
     formats = run_tables.select_metrics([row for history in histories for row in history])
     formats |= dict.fromkeys(
         (key for history in histories for key in run_tables.sum_usage(history)), "{:.6g}"
@@ -164,7 +164,7 @@ def compare(*names: RunName, as_json: Json = False, runs_folder: RunsFolder = "r
     rows = [(row["key"], *map(str, row["values"])) for row in diff.rows]
     rows.append(("steps", *(str(run.status.step) for run in folders)))
     for key, number_format in formats.items():
-        rows.append((key, *(number_format.format(values[key]) if key in values else "" for values in latest)))
+        rows.append((key, *(number_format.format(row[key]) if key in row else "" for row in last_values)))
     show.print_columns(["", *(run.name for run in folders)], rows)
 
 
@@ -193,8 +193,8 @@ def episodes(
         show_tasks: Number of tasks, largest advantages first. Default: 1 on a terminal, all in an HTML page.
         html: Write an HTML page to this file instead of printing.
     """
-    from TrainingFactory.apps.reports.run_credit import make_credit_title, run_credit, select_episodes
-    from TrainingFactory.apps.views.credit import group_credit
+    from TrainingFactory.apps.reports.run_credit import compute_run_credit, make_credit_title, select_episodes
+    from TrainingFactory.apps.views.credit import make_group_view
     from TrainingFactory.apps.views.index import MAX_ROWS, EpisodeIndex, Query
     from TrainingFactory.cli import credit as credit_printer
 
@@ -202,11 +202,11 @@ def episodes(
     if as_json:
         index = EpisodeIndex(run)
         if task:
-            print(group_credit(run, step, task, index).model_dump_json())
+            print(make_group_view(run, step, task, index).model_dump_json())
         else:
-            print(index.page(Query(step=step, limit=MAX_ROWS), read_all=True).model_dump_json())
+            print(index.get_page(Query(step=step, limit=MAX_ROWS), read_all=True).model_dump_json())
         return
-    step, credit = run_credit(run, step, task)
+    step, credit = compute_run_credit(run, step, task)
     groups = [group for group in credit.groups if task is None or group.task == task]
     max_groups = show_tasks or (1 if html is None and task is None else len(groups))
     selected_groups = select_episodes(credit, groups[:max_groups], best, worst)

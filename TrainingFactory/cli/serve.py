@@ -58,8 +58,8 @@ def serve(
         raise ValueError(
             "name a model or a run: tfactory serve runs/NAME. For a reward: tfactory serve --reward CONFIG"
         )
-    paths = get_storage_paths(overrides)
-    resolved_model = find_model(model, *paths)
+    storage_paths = get_storage_paths(overrides)
+    resolved_model = find_model(model, *storage_paths)
     config = make_serving_config(resolved_model, overrides)
     api_key = listen.read_api_key(api_key_env)
     is_local = _check_host(host, api_key, "model")
@@ -69,7 +69,7 @@ def serve(
         app = server.make_api(api_key, is_local).app
         full_name = server.name if version in (None, server.name) else f"{server.name} ({version})"
         ready_text = f"serving {full_name} at {listen.format_url(listener)}/v1 (Ctrl-C stops)"
-        follower = follow_alias(server, resolved_model, overrides, *paths, show.note)
+        follower = follow_alias(server, resolved_model, overrides, *storage_paths, show.note)
         with contextlib.suppress(KeyboardInterrupt), contextlib.closing(server), follower:
             asyncio.run(_serve(server.model.sampler, listen.make_server(app).serve([listener]), ready_text))
     show.note("stopped")

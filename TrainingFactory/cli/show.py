@@ -33,12 +33,12 @@ def make_console(stderr: bool) -> Console:
     return Console(stderr=stderr, highlight=False, width=None if stream.isatty() else PLAIN_WIDTH)
 
 
-def note(text: str, screen: Console | None = None) -> None:
+def note(text: str, console: Console | None = None) -> None:
     """Print a progress message, hint or warning to stderr, apart from the results on stdout."""
-    (screen or make_console(stderr=True)).print(Text(escape_control(text)), soft_wrap=True)
+    (console or make_console(stderr=True)).print(Text(escape_control(text)), soft_wrap=True)
 
 
-def fail(text: str) -> None:
+def print_error(text: str) -> None:
     make_console(stderr=True).print(
         Text.assemble(("error: ", "bold red"), escape_control(text)), soft_wrap=True
     )
@@ -146,10 +146,10 @@ def _add_message(rows: Table, message: Message, is_failed: bool = False) -> None
 
 
 def _print_rows(title: str, rows: Table, *footers: Text) -> None:
-    screen = make_console(stderr=False)
-    screen.print(Rule(Text(escape_control(title)), align="left"))
+    console = make_console(stderr=False)
+    console.print(Rule(Text(escape_control(title)), align="left"))
     for block in (rows, *footers, ""):
-        screen.print(block)
+        console.print(block)
 
 
 def escape_text(text: str, style: str = "") -> Text:

@@ -83,8 +83,8 @@ def teach(
         raise ValueError("--model and --group-size are not for teachers. Use --teacher and --episodes.")
     settings = find_endpoint(teacher, **(spending or Spending()).make_endpoint_options())
     settings.check_key()
-    options = [*overrides, *flags.overrides(), *_judge_options(judge, out), key_value("model.name", teacher)]
-    config = read_config(*split_config_source(env, options))
+    options = [*overrides, *flags.list_overrides(), *_make_judge_options(judge, out)]
+    config = read_config(*split_config_source(env, [*options, key_value("model.name", teacher)]))
     teaching = Teaching(config, settings, out, episodes, show.note)
     if teaching.num_finished:
         episodes_text = show.pluralize(teaching.num_finished, "finished episode")
@@ -92,7 +92,7 @@ def teach(
     return _run_teaching(teaching, Selection(to, min_reward, best), as_json)
 
 
-def _judge_options(judge_name: str | None, folder: Path) -> list[str]:
+def _make_judge_options(judge_name: str | None, folder: Path) -> list[str]:
     """Return the overrides that let a model score the episodes; its replies are recorded too."""
     if judge_name is None:
         return []
@@ -105,21 +105,21 @@ def _run_teaching(teaching: Teaching, selection: Selection, as_json: bool) -> in
     """Play the missing episodes, write rows and report of all finished ones, and return the exit status."""
     from TrainingFactory.assembly.endpoint_rollouts import EndpointStopped
 
-    stop_reason, interrupted, metrics = None, False, dict[str, float]()
+    stop_reason, was_interrupted, metrics = None, False, dict[str, float]()
     try:
         with Display(teaching.num_episodes - teaching.num_finished, loads_model=False) as display:
             report = teaching.run(display.episode)
-        interrupted, metrics = report.interrupted, report.metrics
+        was_interrupted, metrics = report.interrupted, report.metrics
     except EndpointStopped as error:
         stop_reason = str(error)
     result = teaching.write_rows(selection)
-    total_usage = teaching.write_report(result, metrics)
+    cost_report = teaching.write_report(result, metrics)
     if as_json:
-        print(json.dumps(total_usage))
+        print(json.dumps(cost_report))
     else:
         rows = [
             (name.replace("_", " "), f"{value:.6g}" if isinstance(value, float) else str(value))
-            for name, value in total_usage.items()
+            for name, value in cost_report.items()
         ]
         rows += [(f"  {reason}", f"{count} skipped") for reason, count in result.dropped.items() if count]
         show.print_table(rows)
@@ -128,16 +128,16 @@ def _run_teaching(teaching: Teaching, selection: Selection, as_json: bool) -> in
         show.note(
             f"saved {show.pluralize(len(result.rows), 'row')} to {path}; train on them with data.dataset={path}"
         )
-    if interrupted:
+    if was_interrupted:
         show.note("interrupted: run the same command again to continue")
         return show.INTERRUPTED_STATUS
     if stop_reason:
-        show.fail(
+        show.print_error(
             f"{stop_reason}. Run the same command again to continue, with a higher limit if a limit stopped it"
         )
         return STOPPED_STATUS
     if not result.rows:
-        show.fail(
+        show.print_error(
             f"no episode became a row of {selection.form}: lower --min-reward, or play more --tasks or --episodes"
         )
         return STOPPED_STATUS

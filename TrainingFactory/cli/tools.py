@@ -22,8 +22,8 @@ from TrainingFactory.cli.options import Count
 from TrainingFactory.common.texts import escape_control
 from TrainingFactory.types import ToolCall, ToolFailure, ToolResult, ToolSpec
 
-TOOL_FAILED = 1
-MAX_DESCRIPTION = 80  # printed characters of a tool's description
+FAILED_STATUS = 1
+MAX_DESCRIPTION_CHARS = 80  # printed characters of a tool's description
 WARMUP_CALLS = 5  # calls before the measurement
 ToolFile = Annotated[
     str | None,
@@ -59,7 +59,7 @@ async def list_tools(
         if as_json:
             print(json.dumps(dict(docs), indent=2, ensure_ascii=False))
         else:
-            show.print_table([(name, _first_line(doc)) for name, doc in docs])
+            show.print_table([(name, _shorten(doc)) for name, doc in docs])
             show.note("list the tools of your MCP servers: tfactory tools list --config mcp.json")
         return
     async with MCPTools.load_from_config(config) as servers:
@@ -79,7 +79,7 @@ async def list_tools(
             for offer in offers:
                 spec = offer.spec
                 options_text = _format_changed_options(offer.options)
-                rows.append((spec.name, _format_arguments(spec), options_text, _first_line(spec.description)))
+                rows.append((spec.name, _format_arguments(spec), options_text, _shorten(spec.description)))
             show.print_columns(("tool", "arguments", "options", "description"), rows)
 
 
@@ -103,9 +103,9 @@ async def call_tool(name: str, /, *arguments: str, config: ToolFile = None) -> i
     if result.ok:
         print(escape_control(result.content))
     else:
-        show.fail(f"{name}: {result.error}: {result.content}")
+        show.print_error(f"{name}: {result.error}: {result.content}")
     show.note(f"{result.seconds * 1000:.1f} ms")
-    return 0 if result.ok else TOOL_FAILED
+    return 0 if result.ok else FAILED_STATUS
 
 
 @tools.command(name="bench")
@@ -129,13 +129,13 @@ async def bench_tool(
         result = await call()
         for _ in range(WARMUP_CALLS):
             await call()
-        for workers in (1, concurrency):
+        for num_workers in (1, concurrency):
             with Display() as display:
-                rows.append(await _measure_calls(call, calls, workers, display))
+                rows.append(await _measure_calls(call, calls, num_workers, display))
     show.print_columns(("concurrency", "calls/s", "p50 ms", "p95 ms", "failed"), rows)
     if not result.ok:
-        show.fail(f"{name}: {result.error}: {result.content}")
-    return 0 if result.ok else TOOL_FAILED
+        show.print_error(f"{name}: {result.error}: {result.content}")
+    return 0 if result.ok else FAILED_STATUS
 
 
 @asynccontextmanager
@@ -169,9 +169,9 @@ async def _measure_calls(call: Call, num_calls: int, num_workers: int, display: 
     async def make_calls() -> None:
         nonlocal num_failed
         for _ in remaining_calls:
-            call_start = time.perf_counter()
+            call_start_time = time.perf_counter()
             result = await call()
-            call_seconds.append(time.perf_counter() - call_start)
+            call_seconds.append(time.perf_counter() - call_start_time)
             num_failed += not result.ok
             display.advance(f"calls, {num_workers} concurrent", num_calls)
 
@@ -179,8 +179,8 @@ async def _measure_calls(call: Call, num_calls: int, num_workers: int, display: 
     await asyncio.gather(*(make_calls() for _ in range(num_workers)))
     calls_per_second = num_calls / (time.perf_counter() - start_time)
     p95_seconds = sorted(call_seconds)[int(num_calls * 0.95)]
-    times = (f"{statistics.median(call_seconds) * 1000:.1f}", f"{p95_seconds * 1000:.1f}")
-    return str(num_workers), f"{calls_per_second:.0f}", *times, str(num_failed)
+    latencies = (f"{statistics.median(call_seconds) * 1000:.1f}", f"{p95_seconds * 1000:.1f}")
+    return str(num_workers), f"{calls_per_second:.0f}", *latencies, str(num_failed)
 
 
 def _parse_arguments(spec: ToolSpec, arguments: tuple[str, ...]) -> dict[str, Any]:
@@ -214,5 +214,5 @@ def _format_changed_options(options: Any) -> str:
     return " ".join(name if value is True else f"{name}={value}" for name, value in changed_options.items())
 
 
-def _first_line(text: str) -> str:
-    return textwrap.shorten(text.strip().partition("\n")[0], MAX_DESCRIPTION, placeholder="...")
+def _shorten(text: str) -> str:
+    return textwrap.shorten(text.strip().partition("\n")[0], MAX_DESCRIPTION_CHARS, placeholder="...")

@@ -43,17 +43,18 @@ def train(
     from TrainingFactory.config.loading import key_value
 
     agent_keys = {} if agent is None else find_agent(agent).list_options()
-    options = read_config(config, [*(key_value(key, value) for key, value in agent_keys.items()), *overrides])
-    if serve_rank(options) is not None:  # a learner process of rank 0, which reports the progress
+    agent_options = [key_value(key, value) for key, value in agent_keys.items()]
+    training_config = read_config(config, [*agent_options, *overrides])
+    if serve_rank(training_config) is not None:  # a learner process of rank 0, which reports the progress
         return 0
     # Imported here because it is slow: --help and config errors should appear at once.
     from TrainingFactory.trainers.notices import list_notices, list_unused_options
     from TrainingFactory.trainers.training_run import Training
 
-    for notice in [*list_notices(options), *list_unused_options(options)]:
+    for notice in [*list_notices(training_config), *list_unused_options(training_config)]:
         show.note(f"note: {notice}")
     display = Display()
-    return train_with_display(Training(options, name=name, watcher=display, replay=replay), display)
+    return train_with_display(Training(training_config, name=name, watcher=display, replay=replay), display)
 
 
 def train_with_display(training: Training, display: Display) -> int:

@@ -91,14 +91,14 @@ def _pick_token(file: Path | None, no_token: bool) -> str | None:
     """Return the access token; None: no token is required. Removes TFACTORY_UI_TOKEN from the environment, so that
     programs started by the UI cannot read it."""
     token = os.environ.pop(TOKEN_VARIABLE, "").strip() or secrets.token_urlsafe(24)
-    origin = TOKEN_VARIABLE
+    source = TOKEN_VARIABLE
     if no_token and file is not None:
         raise ValueError("--no-token and --token-file exclude each other. Remove one of them.")
     if file is not None:
         token = _load_token(file.expanduser(), token)
-        origin = f"--token-file {file}"
+        source = f"--token-file {file}"
     if not re.fullmatch(r"[A-Za-z0-9_.~-]{16,}", token):
-        raise ValueError(f"{origin}: the token must have at least 16 letters, digits or characters of _.~-")
+        raise ValueError(f"{source}: the token must have at least 16 letters, digits or characters of _.~-")
     return None if no_token else token
 
 

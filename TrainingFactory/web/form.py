@@ -119,27 +119,27 @@ def list_options() -> Options:
     for name in TrainingConfig.model_fields:
         section = get_sections().get(name)
         if section is None:  # tools, a list
-            fields = [_make_option(name, {"type": "array", "default": []})]
+            options = [_make_option(name, {"type": "array", "default": []})]
         else:
             properties = section.model_json_schema()["properties"]
-            fields = [_make_option(f"{name}.{key}", schema) for key, schema in properties.items()]
+            options = [_make_option(f"{name}.{key}", schema) for key, schema in properties.items()]
         help_text = HELP_TEXTS.get(name) or f"Options of {name}, where training.algorithm is {name}."
-        groups.append(OptionSection(name=name, help=help_text, algorithm=name in ALGORITHMS, options=fields))
+        groups.append(OptionSection(name=name, help=help_text, algorithm=name in ALGORITHMS, options=options))
     return Options(sections=groups)
 
 
 def _make_option(key: str, schema: Mapping[str, Any]) -> Option:
     alternatives = schema.get("anyOf", [schema])
-    branch = next(candidate for candidate in alternatives if candidate.get("type") != "null")
-    kind: InputKind = "choice" if "enum" in branch else INPUT_KIND_BY_TYPE.get(branch.get("type", ""), "text")
-    if "$ref" in branch:  # an optional section of its own
+    spec = next(candidate for candidate in alternatives if candidate.get("type") != "null")
+    kind: InputKind = "choice" if "enum" in spec else INPUT_KIND_BY_TYPE.get(spec.get("type", ""), "text")
+    if "$ref" in spec:  # an optional section of its own
         kind = "map"
     known_names = sorted(catalog.names("environment")) if key == "environment.environment_id" else None
     return Option(
         key=key, kind=kind, help=" ".join(schema.get("description", HELP_TEXTS.get(key, "")).split()),
-        default=schema.get("default", {"list": [], "map": {}}.get(kind)), choices=branch.get("enum", known_names),
-        least=branch.get("minimum", branch.get("exclusiveMinimum")), above="exclusiveMinimum" in branch,
-        most=branch.get("maximum", branch.get("exclusiveMaximum")), nullable={"type": "null"} in alternatives,
+        default=schema.get("default", {"list": [], "map": {}}.get(kind)), choices=spec.get("enum", known_names),
+        least=spec.get("minimum", spec.get("exclusiveMinimum")), above="exclusiveMinimum" in spec,
+        most=spec.get("maximum", spec.get("exclusiveMaximum")), nullable={"type": "null"} in alternatives,
         advanced=key not in COMMON_OPTIONS,
     )  # fmt: skip
 
@@ -177,7 +177,7 @@ def with_runs_folder(config: TrainingConfig, runs_folder: Path) -> TrainingConfi
     return config.model_copy(update={"logging": logging})
 
 
-def check_draft(draft: Draft, runs: Path) -> DraftCheck:
+def check_draft(draft: Draft, folder: Path) -> DraftCheck:
     """Return all options of a draft, its shortest YAML, and its problems by key."""
     try:
         config = read_draft(draft)
@@ -186,14 +186,14 @@ def check_draft(draft: Draft, runs: Path) -> DraftCheck:
             options=draft.options, yaml=draft.yaml or "", problems=list_config_problems(error), notices=[]
         )
     notes, output_folder = [*list_notices(config), *list_unused_options(config)], config.logging.output_dir
-    if "output_dir" in config.logging.model_fields_set and Path(output_folder).resolve() != runs.resolve():
-        notes.append(f"logging.output_dir: runs started here are saved to {runs}, not to {output_folder}")
-    problems = start_problems(with_runs_folder(config, runs))
+    if "output_dir" in config.logging.model_fields_set and Path(output_folder).resolve() != folder.resolve():
+        notes.append(f"logging.output_dir: runs started here are saved to {folder}, not to {output_folder}")
+    problems = find_start_problems(with_runs_folder(config, folder))
     options, yaml_text = flatten_options(config), dump_yaml(config)
     return DraftCheck(options=options, yaml=yaml_text, problems=problems, notices=notes)
 
 
-def start_problems(config: TrainingConfig) -> list[ConfigProblem]:
+def find_start_problems(config: TrainingConfig) -> list[ConfigProblem]:
     """Return the problems that would prevent the start of a run, without importing user code or loading a model."""
     problems = list[Problem]()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, Field
 
-from TrainingFactory.apps.views.registry import load_audits, runs_option
+from TrainingFactory.apps.views.registry import format_runs_option, load_audits
 from TrainingFactory.apps.views.shapes import AuditList, EpisodeView, Json, Number
 from TrainingFactory.common.http.site import Site
 from TrainingFactory.data.disk import write_atomically
@@ -58,7 +58,7 @@ class JudgeRoutes:
         """List the labels of a run's episodes."""
         path = self._get_label_file(run)
         labels, unread_lines = _read_labels(path)
-        gold_arguments = f"{shlex.quote(str(path))}{runs_option(self._runs_folder)}"
+        gold_arguments = f"{shlex.quote(str(path))}{format_runs_option(self._runs_folder)}"
         rows = [LabelRow(**row) for row in labels.values()]
         command = f"tfactory judge audit --gold {gold_arguments} base_url=URL model=NAME"
         return Labels(path=str(path), rows=rows, unread=len(unread_lines), command=command)
@@ -69,7 +69,7 @@ class JudgeRoutes:
     def label(self, request: Label) -> Labels:
         """Label an episode, or remove its label."""
         path = self._get_label_file(request.run)
-        row = make_gold_row(request, find_index(self._find_run(request.run).path).episode(request.number))
+        row = make_gold_row(request, find_index(self._find_run(request.run).path).get_episode(request.number))
         with self._lock:
             labels, other_lines = _read_labels(path)
             labels.pop(request.number, None)

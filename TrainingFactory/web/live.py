@@ -9,7 +9,8 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from TrainingFactory.apps.views.runs import LOG, Runs, findings, read_log_part, read_metrics_part, stat_file
+from TrainingFactory.apps.views import runs as views
+from TrainingFactory.apps.views.runs import LOG, Runs, read_log_part, read_metrics_part, stat_file
 from TrainingFactory.apps.views.shapes import RunRow
 from TrainingFactory.common.http.site import Event, Events, make_event
 from TrainingFactory.data.disk import open_regular_file
@@ -36,10 +37,10 @@ class RunEvents:
         """Return the rows of all runs by name. All clients share one poll of the files per tick."""
         now = asyncio.get_running_loop().time()
         if self._poll is None or (self._poll[1].done() and now - self._poll[0] >= POLL_SECONDS * 0.9):
-            self._poll = now, asyncio.create_task(asyncio.to_thread(self.runs.rows))
+            self._poll = now, asyncio.create_task(asyncio.to_thread(self.runs.list_rows))
         return {row.name: row for row in await asyncio.shield(self._poll[1])}
 
-    async def events(self, run: RunFolder | None) -> Events:
+    async def stream(self, run: RunFolder | None) -> Events:
         """Yield events for changed rows of all runs, and for new metrics, log lines and findings of `run`."""
         rows_before = await self._poll_runs()
         reader = None if run is None else await asyncio.to_thread(_FileReader, run)
@@ -53,8 +54,8 @@ class RunEvents:
                 yield make_event("runs", RunChanges(runs=changed_rows, gone=gone_names))
             rows_before = rows
             if reader is not None and reader.run.name in rows:
-                for change in await asyncio.to_thread(reader.read_events):
-                    yield change
+                for event in await asyncio.to_thread(reader.read_events):
+                    yield event
 
 
 class _FileReader:
@@ -73,7 +74,7 @@ class _FileReader:
             events.append(make_event("log", log.model_copy(update={"start": self._log_end})))
         self._metrics_end, self._log_end = metrics.offset, log.offset
         if (stat := stat_file(self.run.path / FINDINGS)) != self._findings_stat:
-            finding_rows = [finding.model_dump() for finding in findings(self.run)]
+            finding_rows = [finding.model_dump() for finding in views.list_findings(self.run)]
             events.append(make_event("findings", {"findings": finding_rows}))
         self._findings_stat = stat
         return events

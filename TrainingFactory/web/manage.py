@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from TrainingFactory.apps.manage import runs as manage
-from TrainingFactory.apps.views.registry import runs_option
+from TrainingFactory.apps.views.registry import format_runs_option
 from TrainingFactory.common.http.api import ApiError
 from TrainingFactory.common.http.site import Site
 from TrainingFactory.data.disk import open_regular_file
@@ -95,9 +95,9 @@ class _Job:
     process: subprocess.Popen[Any]
     started: float = field(default_factory=time.time)
 
-    def view(self, number: int) -> JobView:
-        status = self.process.poll()
-        state = "running" if status is None else "failed" if status else "finished"
+    def make_view(self, number: int) -> JobView:
+        exit_status = self.process.poll()
+        state = "running" if exit_status is None else "failed" if exit_status else "finished"
         output = processes.read_last_lines(self._read_output())
         return JobView(
             number=number, kind=self.kind, state=state, command=self.command, started=self.started, output=output
@@ -144,7 +144,7 @@ class ManageRoutes:
             self._check_idle(name)
             renamed_run = manage.rename_run(run, request.new_name, self._runs_folder)
         arguments = shlex.join(["tfactory", "runs", "rename", name, renamed_run.name])
-        return ManagedRun(name=renamed_run.name, command=arguments + runs_option(self._runs_folder))
+        return ManagedRun(name=renamed_run.name, command=arguments + format_runs_option(self._runs_folder))
 
     def delete(self, name: str, request: DeleteRequest) -> ManagedRun:
         """Delete a run that is not running. `force`: although other runs need its files."""
@@ -155,13 +155,13 @@ class ManageRoutes:
             self._check_idle(name)
             manage.delete_run(run, self._runs_folder, request.force)
         arguments = ["tfactory", "runs", "delete", name, *(["--force"] if request.force else [])]
-        return ManagedRun(name=name, command=shlex.join(arguments) + runs_option(self._runs_folder))
+        return ManagedRun(name=name, command=shlex.join(arguments) + format_runs_option(self._runs_folder))
 
     # jobs
 
     def list_jobs(self, name: str) -> JobList:
         """List the evaluations and exports of a run that this server has started."""
-        jobs = [job.view(number) for number, job in enumerate(self._jobs) if job.run_name == name]
+        jobs = [job.make_view(number) for number, job in enumerate(self._jobs) if job.run_name == name]
         return JobList(jobs=jobs[::-1])
 
     def evaluate(self, name: str, request: EvaluationStart) -> JobView:
@@ -205,7 +205,7 @@ class ManageRoutes:
                 process = processes.launch(arguments, log_stream)
             job = _Job(name, kind, shlex.join(["tfactory", *arguments]), log_file, log_start, process)
             self._jobs.append(job)
-        return job.view(len(self._jobs) - 1)
+        return job.make_view(len(self._jobs) - 1)
 
     def _list_running_jobs(self, name: str) -> list[_Job]:
         return [job for job in self._jobs if job.run_name == name and job.process.poll() is None]

@@ -30,7 +30,7 @@ from TrainingFactory.training.dataset import find_call_problem
 from TrainingFactory.web.pool import Pool
 
 FORM_BY_KIND: dict[str, Form] = {"demonstration": "sft", "preference": "dpo", "verdict": "kto"}
-ENDPOINT = "endpoint"  # what a model behind an endpoint is
+ENDPOINT_KIND = "endpoint"  # what a model behind an endpoint is
 
 
 class PlayChoices(BaseModel):
@@ -84,7 +84,7 @@ class PlayRoutes:
         self._named_endpoints = endpoints
         self._sessions: dict[str, Json] = {}  # id -> arguments of its jobs, and `tools`
         self._folder = tempfile.TemporaryDirectory(prefix="tfactory-play-")
-        self._spending: dict[str, str] = {}  # endpoint -> file with its paid replies; its process may end
+        self._cost_files: dict[str, str] = {}  # endpoint -> file with its paid replies; its process may end
         site.add("GET", "/api/play", self.list_choices)
         site.add("POST", "/api/play", self.begin)
         site.add("POST", "/api/play/{id}/say", self.say)
@@ -97,7 +97,7 @@ class PlayRoutes:
         names = [name for name, alias in aliases if alias is None and not name.endswith("/")]
         environments: list[Json] = [{"name": f"environment:{name}", "what": name} for name in names]
         models: list[Json] = [{"name": TINY_ID, "what": "built in, untrained", "environment": None}]
-        for row in (row for row in reversed(self._runs.rows()) if row.algorithm):
+        for row in (row for row in reversed(self._runs.list_rows()) if row.algorithm):
             environment = f"run:{row.name}" if row.environment else None
             environments += [{"name": environment, "what": f"as in run {row.name}"}] if environment else []
             steps = [path.name for path in RunFolder(self._runs.folder / row.name).checkpoints()]
@@ -134,7 +134,7 @@ class PlayRoutes:
         # A new file per answer, because the previous one may still be ending.
         conversation["stop"] = stop_file = f"{self._folder.name}/{secrets.token_hex(8)}"
         arguments = conversation | request.model_dump()
-        return self._pool.events(f"play:{conversation['model']}", "say", arguments, Path(stop_file).touch)
+        return self._pool.stream(f"play:{conversation['model']}", "say", arguments, Path(stop_file).touch)
 
     def stop(self, id: str) -> ConversationRequest:
         """Stop the answer that is being sampled; keep what was sampled. Return the conversation."""
@@ -159,9 +159,9 @@ class PlayRoutes:
 
     def _find_spending_file(self, model: str, model_rows: Sequence[Json]) -> str | None:
         """Return the file in which an endpoint's paid replies are logged; None for a local model."""
-        if next(row["what"] for row in model_rows if row["name"] == model).partition(",")[0] != ENDPOINT:
+        if next(row["what"] for row in model_rows if row["name"] == model).partition(",")[0] != ENDPOINT_KIND:
             return None
-        return self._spending.setdefault(model, f"{self._folder.name}/{secrets.token_hex(8)}.jsonl")
+        return self._cost_files.setdefault(model, f"{self._folder.name}/{secrets.token_hex(8)}.jsonl")
 
     def _find_session(self, id: str) -> Json:
         if (conversation := self._sessions.get(id)) is None:
@@ -176,4 +176,4 @@ def _make_endpoint_row(endpoint_name: str) -> Json:
         description = f"{endpoint.model} at {endpoint.host}, key {endpoint.api_key_env or 'none'}"
     except ValueError:  # beginning a conversation reports it
         description = "invalid options"
-    return {"name": endpoint_name, "what": f"{ENDPOINT}, {description}", "environment": None}
+    return {"name": endpoint_name, "what": f"{ENDPOINT_KIND}, {description}", "environment": None}

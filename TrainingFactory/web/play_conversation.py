@@ -55,8 +55,8 @@ class PlayConversation(ABC):
         self.chat, self.config = chat, config
         self.task, self.tasks = Task(USER_TASK_ID, ""), list[Task]()
         self.environment: Environment | None = None
-        self.seen = list[Message]()  # messages that the environment has processed
-        self.specs = list[ToolSpec]()  # tools of the environment
+        self.seen_messages = list[Message]()  # messages that the environment has processed
+        self.tool_specs = list[ToolSpec]()  # tools of the environment
         self._turns = dict[int, Turn]()  # sampled turns since the environment's start, by position
         self._calls_are_lost = False  # by a restart of the environment
         self._reward: RewardFunction | None = None  # None: the environment's own
@@ -70,7 +70,7 @@ class PlayConversation(ABC):
 
     @abstractmethod
     async def begin_answer(
-        self, history: list[Message], arguments: JobArguments, tell: ProgressCallback
+        self, history: list[Message], arguments: JobArguments, report: ProgressCallback
     ) -> PlayedAnswer:
         """Return the model's next answer to a conversation; the answer is not yet played."""
 
@@ -117,7 +117,7 @@ class PlayConversation(ABC):
         await self._close_environment()
         try:
             self.environment = environment = self._factory(self.task)
-            self.seen, self.specs = [], [tool.spec for tool in environment.tools]
+            self.seen_messages, self.tool_specs = [], [tool.spec for tool in environment.tools]
             self._turns, self._calls_are_lost = {}, False
             return await environment.reset()
         except Exception as error:  # foreign code
@@ -125,7 +125,7 @@ class PlayConversation(ABC):
 
     async def follow_edits(self, messages: list[Message]) -> bool:
         """Restart the environment if the user edited the conversation; return whether tool effects are lost."""
-        if self.environment is not None and messages[: len(self.seen)] == self.seen:
+        if self.environment is not None and messages[: len(self.seen_messages)] == self.seen_messages:
             return False
         await self.restart_environment()
         self._calls_are_lost = any(message.role == "tool" for message in messages)
@@ -149,16 +149,17 @@ class PlayConversation(ABC):
         limits = section.max_turns, section.episode_timeout, max_tokens
         return EpisodeSettings(lambda _: self.environment, self.chat, params, self._reward, *limits)  # type: ignore[arg-type]
 
-    def seed_of(self, seed: int, history: Sequence[Message]) -> Callable[[int], int]:
+    def make_seed_function(self, seed: int, history: Sequence[Message]) -> Callable[[int], int]:
         return partial(derive_seed, seed, 0, "play", len(history))
 
     async def score(
         self, answer: PlayedAnswer, start_index: int, was_stopped: bool
     ) -> tuple[Reward | None, str | None]:
         """Return the reward of the conversation, or the reason why scoring failed; (None, None) if there is nothing to
-        score. The answer begins at position `start_index` of `seen`."""
+        score. The answer begins at position `start_index` of `seen_messages`."""
         trajectory = answer.trajectory
-        positions = [i for i, seen in enumerate(self.seen) if i >= start_index and seen.role == "assistant"]
+        roles = [message.role for message in self.seen_messages]
+        positions = [i for i, role in enumerate(roles) if i >= start_index and role == "assistant"]
         self._turns |= dict(zip(positions, trajectory.turns, strict=True))
         has_ended = not was_stopped and trajectory.status not in ("error", "tool_failure")
         has_reward = self._reward or self._reward_problem or getattr(self.environment, "reward", None)
@@ -177,7 +178,7 @@ class PlayConversation(ABC):
     def _split_history(self) -> tuple[list[Message], list[Turn]]:
         """Return the conversation as an episode. A user message becomes a reply to the turn before it."""
         prompt, turns = list[Message](), list[Turn]()
-        for position, message in enumerate(self.seen):
+        for position, message in enumerate(self.seen_messages):
             if message.role == "assistant":
                 turn = self._turns.get(position) or Turn([], Completion([], [], "stop"), message)
                 turns.append(replace(turn, replies=[]))
@@ -203,9 +204,9 @@ class PlayedAnswer(EpisodeRun):
 
     is_interruptible = True  # whether a stop cancels at once
 
-    def report_to(self, arguments: JobArguments, tell: ProgressCallback) -> None:
+    def report_to(self, arguments: JobArguments, report: ProgressCallback) -> None:
         """Set the callback for progress and the file that stops the answer."""
-        self.tell, self.stop_file = tell, Path(arguments["stop"])
+        self.report, self.stop_file = report, Path(arguments["stop"])
 
     async def play_until_stopped(self) -> bool:
         """Play the turns; return whether the user stopped the answer."""
@@ -228,11 +229,11 @@ class PlayedAnswer(EpisodeRun):
         return conversation
 
     async def _step_environment(self, environment: Environment, turn: Turn) -> list[int]:
-        self.tell({"message": message_to_dict(turn.message)})
+        self.report({"message": message_to_dict(turn.message)})
         try:
             return await super()._step_environment(environment, turn)
         finally:
-            self.tell({"results": [_make_result_view(result) for result in turn.tool_results]})
+            self.report({"results": [_make_result_view(result) for result in turn.tool_results]})
 
 
 def _make_result_view(result: ToolResult) -> JobArguments:

@@ -25,9 +25,9 @@ from TrainingFactory.web.play_conversation import JobArguments, PlayConversation
 from TrainingFactory.web.worker import ProgressCallback
 
 MAX_TOKENS = 1024  # default of an answer: a reasoning model thinks within it
-MAX_ORIGINALS = 400  # maximum replies of a conversation whose original form is kept
+MAX_RAW_REPLIES = 400  # maximum replies of a conversation whose original form is kept
 LIMITS = ("max_cost", "max_tokens", "max_requests")
-MESSAGES_ONLY = (
+MESSAGES_ONLY_NOTE = (
     "An endpoint returns no token ids and no probabilities, and gets no seed. Edited turns are sent as text."
 )
 _samplers: dict[str, EndpointSampler] = {}  # endpoint -> its client, which all conversations share
@@ -39,7 +39,7 @@ class EndpointConversation(PlayConversation):
     def __init__(self, arguments: JobArguments) -> None:
         super().__init__(TextFormat(), make_config(arguments))
         self._endpoint_name, self._spending_log = arguments["model"], SpendingLog(Path(arguments["spending"]))
-        self._originals = dict[tuple[int, str], Any]()  # by position and message
+        self._raw_replies = dict[tuple[int, str], Any]()  # by position and message
 
     async def get_sampler(self) -> EndpointSampler:
         """Return the endpoint's client with its current options, because the user can raise the budget."""
@@ -59,7 +59,7 @@ class EndpointConversation(PlayConversation):
         sampler = _samplers[self._endpoint_name]
         endpoint, options = sampler.endpoint, sampler.settings.options or {}
         ignored_settings = _find_ignored_settings(sampler)
-        notes = [MESSAGES_ONLY]
+        notes = [MESSAGES_ONLY_NOTE]
         for name in ignored_settings:
             is_fixed = name != "temperature" or name in options
             reason = "the endpoint's options set it" if is_fixed else f"{sampler.settings.api}'s API has none"
@@ -73,10 +73,10 @@ class EndpointConversation(PlayConversation):
         }  # fmt: skip
 
     async def begin_answer(
-        self, history: list[Message], arguments: JobArguments, tell: ProgressCallback
+        self, history: list[Message], arguments: JobArguments, report: ProgressCallback
     ) -> EndpointAnswer:
-        answer = EndpointAnswer(self, await self.get_sampler(), history, arguments, tell)
-        originals = {i: self._originals.get((i, _make_key(message))) for i, message in enumerate(history)}
+        answer = EndpointAnswer(self, await self.get_sampler(), history, arguments, report)
+        originals = {i: self._raw_replies.get((i, _make_key(message))) for i, message in enumerate(history)}
         answer.original_messages = {i: original for i, original in originals.items() if original is not None}
         return answer
 
@@ -87,9 +87,9 @@ class EndpointConversation(PlayConversation):
             messages += [turn.message, *turn.replies]
         for position, original in answer.original_messages.items():
             if original is not None and position < len(messages):
-                self._originals[position, _make_key(messages[position])] = original
-        for key in list(self._originals)[:-MAX_ORIGINALS]:
-            del self._originals[key]
+                self._raw_replies[position, _make_key(messages[position])] = original
+        for key in list(self._raw_replies)[:-MAX_RAW_REPLIES]:
+            del self._raw_replies[key]
         return {"spent": _describe_spending(_samplers[self._endpoint_name])}
 
 
@@ -102,14 +102,14 @@ class EndpointAnswer(PlayedAnswer, EndpointRun):
         sampler: EndpointSampler,
         history: list[Message],
         arguments: JobArguments,
-        tell: ProgressCallback,
+        report: ProgressCallback,
     ) -> None:
         params = SamplingParams(temperature=arguments["temperature"], max_tokens=arguments["max_tokens"])
         task, seed = conversation.task, arguments["seed"]
-        trajectory = Trajectory(task, "play", seed, list(history), conversation.specs)
-        seed_of = conversation.seed_of(seed, history)
+        trajectory = Trajectory(task, "play", seed, list(history), conversation.tool_specs)
+        seed_of = conversation.make_seed_function(seed, history)
         super().__init__(conversation.make_episode_settings(params), trajectory, sampler, seed_of)
-        self.report_to(arguments, tell)
+        self.report_to(arguments, report)
 
     async def _render_first_prompt(self, environment: Environment) -> list[int]:
         return []  # the trajectory has the conversation, which the environment has seen
@@ -125,8 +125,8 @@ def _find_ignored_settings(sampler: EndpointSampler) -> list[str]:
     """Return the sampling settings that do not change the request to this endpoint."""
     base = ModelRequest([Message("user", "x")], temperature=0.25, max_tokens=2)
     requests = {"temperature": replace(base, temperature=0.75), "max tokens": replace(base, max_tokens=3)}
-    body = sampler.endpoint.make_body
-    return [name for name, request in requests.items() if body(request) == body(base)]
+    make_body = sampler.endpoint.make_body
+    return [name for name, request in requests.items() if make_body(request) == make_body(base)]
 
 
 def _describe_spending(sampler: EndpointSampler) -> JobArguments:

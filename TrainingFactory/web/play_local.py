@@ -23,35 +23,35 @@ class LocalConversation(PlayConversation):
 
     def __init__(self, served_model: ServedModel, arguments: JobArguments) -> None:
         super().__init__(served_model.chat, make_config(arguments))
-        self.served, self.turns = served_model, Conversations(served_model.chat)
+        self.served_model, self.conversations = served_model, Conversations(served_model.chat)
 
     def describe_model(self) -> JobArguments:
         sampling = self.config.sampling
         return {
-            "max_length": self.served.sampler.max_length, "temperature": sampling.temperature,
+            "max_length": self.served_model.sampler.max_length, "temperature": sampling.temperature,
             "max_tokens": sampling.max_tokens,
         }  # fmt: skip
 
     async def begin_answer(
-        self, history: list[Message], arguments: JobArguments, tell: ProgressCallback
+        self, history: list[Message], arguments: JobArguments, report: ProgressCallback
     ) -> LocalAnswer:
-        prompt = await asyncio.to_thread(self.turns.make_node, list(history), self.specs)
-        return LocalAnswer(self, prompt, arguments, tell)
+        prompt_node = await asyncio.to_thread(self.conversations.make_node, list(history), self.tool_specs)
+        return LocalAnswer(self, prompt_node, arguments, report)
 
     def finish_answer(self, answer: PlayedAnswer, history: list[Message]) -> JobArguments:
         assert isinstance(answer, LocalAnswer)
-        prompt, messages = answer.prompt, list(history)
-        turns, folding = answer.trajectory.turns, self.served.folding
+        prompt_node, messages = answer.prompt_node, list(history)
+        turns, folding = answer.trajectory.turns, self.served_model.folding
         for turn in turns:
-            node = RequestNode(turn, list(messages), prompt.tools, "")
-            self.turns.add_answer(node, turn.completion, turn.message, answer.session)
+            node = RequestNode(turn, list(messages), prompt_node.tools, "")
+            self.conversations.add_answer(node, turn.completion, turn.message, answer.session)
             messages += [turn.message, *turn.replies]
-        self.turns.answered_nodes[:-MAX_KEPT_TURNS] = []
-        num_tokens = len(prompt.turn.prompt_ids) + sum(len(turn.completion.token_ids) for turn in turns)
+        self.conversations.answered_nodes[:-MAX_KEPT_TURNS] = []
+        num_tokens = len(prompt_node.turn.prompt_ids) + sum(len(turn.completion.token_ids) for turn in turns)
         # `written`: "extended" if the earlier tokens were reused, else why not. `unfolded`: the fold limit that the
         # conversation exceeds.
         return {
-            "written": prompt.prompt_reason, "tokens": num_tokens,
+            "written": prompt_node.prompt_reason, "tokens": num_tokens,
             "unfolded": folding.limit if folding is not None and num_tokens > folding.limit else None,
         }  # fmt: skip
 
@@ -60,20 +60,20 @@ class LocalAnswer(PlayedAnswer):
     """Answer of a local model to a rendered prompt; each sampled piece of a turn is reported at once."""
 
     def __init__(
-        self, owner: LocalConversation, node: RequestNode, arguments: JobArguments, tell: ProgressCallback
+        self, owner: LocalConversation, node: RequestNode, arguments: JobArguments, report: ProgressCallback
     ) -> None:
-        model = owner.served
+        model = owner.served_model
         rules = owner.make_episode_settings(replace(model.defaults, temperature=arguments["temperature"]))
         trajectory = Trajectory(owner.task, "play", prompt=node.messages, tools=node.tools)
-        seed_of = owner.seed_of(arguments["seed"], node.messages)
+        seed_of = owner.make_seed_function(arguments["seed"], node.messages)
         super().__init__(rules, trajectory, model.sampler.session(), model.sampler.max_length, seed_of)
-        self.prompt = node
+        self.prompt_node = node
         self._max_tokens = arguments["max_tokens"]
         self.is_interruptible = False  # while sampling: the current piece is kept
-        self.report_to(arguments, tell)
+        self.report_to(arguments, report)
 
     async def _render_first_prompt(self, environment: Environment) -> list[int]:
-        return self.prompt.turn.prompt_ids
+        return self.prompt_node.turn.prompt_ids
 
     async def _sample_completion(
         self, ids: list[int], turn_index: int, max_tokens: int | None = None
@@ -87,7 +87,7 @@ class LocalAnswer(PlayedAnswer):
             sampled_ids, logprobs = reply.token_ids + chunk.token_ids, reply.logprobs + chunk.logprobs
             reply = Completion(sampled_ids, logprobs, chunk.finish, chunk.policy_version)
             shown_ids = sampled_ids[:-1] if chunk.finish == "stop" else sampled_ids
-            self.tell({"text": self.rules.chat.decode(shown_ids).rstrip("\ufffd")})  # incomplete character
+            self.report({"text": self.rules.chat.decode(shown_ids).rstrip("\ufffd")})  # incomplete character
             if self.stop_file.exists():
                 break
         return reply

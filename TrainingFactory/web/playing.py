@@ -34,18 +34,18 @@ def _get_loop() -> asyncio.AbstractEventLoop:
 def _make_job(
     run_job: Callable[[JobArguments, ProgressCallback], Coroutine[Any, Any, JobArguments]],
 ) -> Callable[[JobArguments, ProgressCallback], JobArguments]:
-    return lambda arguments, tell: asyncio.run_coroutine_threadsafe(
-        run_job(arguments, tell), _get_loop()
+    return lambda arguments, report: asyncio.run_coroutine_threadsafe(
+        run_job(arguments, report), _get_loop()
     ).result()
 
 
 @_make_job
-async def begin(arguments: JobArguments, tell: ProgressCallback) -> JobArguments:
+async def begin(arguments: JobArguments, report: ProgressCallback) -> JobArguments:
     conversation = await _open_conversation(arguments)
     prompt = await conversation.restart_environment()
     messages = [message for message in prompt if arguments["task"] or message.role == "system"]
     return {
-        "tools": [spec_to_dict(spec) for spec in conversation.specs],
+        "tools": [spec_to_dict(spec) for spec in conversation.tool_specs],
         "messages": [message_to_dict(message) for message in messages],
         "tasks": [{"id": task.id, "prompt": task.prompt if isinstance(task.prompt, str) else task.prompt[-1].content}
                   for task in conversation.tasks],
@@ -53,19 +53,19 @@ async def begin(arguments: JobArguments, tell: ProgressCallback) -> JobArguments
 
 
 @_make_job
-async def say(arguments: JobArguments, tell: ProgressCallback) -> JobArguments:
+async def say(arguments: JobArguments, report: ProgressCallback) -> JobArguments:
     conversation = await _open_conversation(arguments)
     messages = [message_from_dict(message) for message in arguments["messages"]]
     was_restarted, history = await conversation.follow_edits(messages), list(messages)
     if messages[-1].role == "assistant":  # an edited turn: execute its tool calls now
         history += await conversation.call_tools(messages[-1])
-    answer = await conversation.begin_answer(history, arguments, tell)
+    answer = await conversation.begin_answer(history, arguments, report)
     was_stopped = await answer.play_until_stopped()
     trajectory, start_index = answer.trajectory, len(history)
-    about_model = conversation.finish_answer(answer, history)
+    model_facts = conversation.finish_answer(answer, history)
     for turn in trajectory.turns:
         history += [turn.message, *turn.replies]
-    conversation.seen = history
+    conversation.seen_messages = history
     reward, unscored_reason = await conversation.score(answer, start_index, was_stopped)
     # `anew`: the environment was restarted. `unscored`: why scoring failed.
     return {
@@ -73,7 +73,7 @@ async def say(arguments: JobArguments, tell: ProgressCallback) -> JobArguments:
         "turns": [turn.model_dump(mode="json") for turn in make_episode_view(trajectory, 0).turns],
         "anew": was_restarted, "status": "stopped" if was_stopped else trajectory.status, "error": trajectory.error,
         "reward": None if reward is None else sum_rewards(reward), "unscored": unscored_reason,
-    } | about_model  # fmt: skip
+    } | model_facts  # fmt: skip
 
 
 async def _open_conversation(arguments: JobArguments) -> PlayConversation:
@@ -92,6 +92,6 @@ async def _make_conversation(arguments: JobArguments) -> PlayConversation:
         return EndpointConversation(arguments)
     config = make_serving_config(find_model(arguments["model"], arguments["runs"]), ["sampling.slots=4"])
     # A process has one model, so an earlier conversation has it loaded.
-    models = [opened.served for opened in _conversations.values() if isinstance(opened, LocalConversation)]
+    models = [item.served_model for item in _conversations.values() if isinstance(item, LocalConversation)]
     served_model = models[0] if models else await asyncio.to_thread(load_served_model, config)
     return LocalConversation(served_model, arguments)

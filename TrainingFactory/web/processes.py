@@ -23,7 +23,7 @@ from TrainingFactory.web.form import with_runs_folder
 
 START_CONFIG = "start.yaml"  # in a run's folder: the config that the form sent
 CLI_COMMAND = [sys.executable, "-P", "-m", "TrainingFactory.cli"]  # this installation, regardless of PATH
-START_TIMEOUT = 60.0  # seconds to wait for a run to begin, before it is reported as started anyway
+START_TIMEOUT_SECONDS = 60.0  # seconds to wait for a run to begin, before it is reported as started anyway
 NUM_LAST_LINES = 12  # lines of the log in the error of a failed start
 _starting_names = set[str]()  # names of runs that have not begun yet
 _processes = list[subprocess.Popen[Any]]()
@@ -71,7 +71,7 @@ async def _start(arguments: list[str], log_file: Path, has_begun: Callable[[], b
     with open_regular_file(log_file, "a+b") as log_stream:
         log_size = log_stream.tell()
         process = launch(arguments, log_stream)
-        for _ in range(int(START_TIMEOUT / 0.1)):
+        for _ in range(int(START_TIMEOUT_SECONDS / 0.1)):
             if has_begun() or process.returncode is not None:
                 break
             await asyncio.sleep(0.1)

@@ -36,7 +36,9 @@ class SuiteList(BaseModel):
 
 class RegistryRoutes:
     def __init__(self, site: Site, runs_folder: Path, pool: Pool) -> None:
-        self._runs, self._pool, self._catalogue = runs_folder, pool, Catalogue(get_registry_path(runs_folder))
+        self._runs_folder, self._pool = runs_folder, pool
+        self._catalogue = Catalogue(get_registry_path(runs_folder))
+        self._runs_option = views.format_runs_option(runs_folder)
         site.add("GET", "/api/models", self.list_models)
         site.add("GET", "/api/models/{name}/{number}", self.show_version)
         site.add("GET", "/api/compare", self.compare)
@@ -55,7 +57,7 @@ class RegistryRoutes:
 
     def compare(self, first: str, second: str) -> shapes.ComparisonView:
         """Compare two models or runs by their recorded evaluations."""
-        return views.make_comparison_view(first, second, self._runs, self._catalogue)
+        return views.make_comparison_view(first, second, self._runs_folder, self._catalogue)
 
     def list_suites(self) -> SuiteList:
         """List the suites with a gate in the server's working directory and its `suites/` folder."""
@@ -64,7 +66,7 @@ class RegistryRoutes:
     def set_alias(self, name: str, request: AliasRequest) -> AliasChange:
         """Set an alias to a version."""
         version, previous_number = self._catalogue.set_alias(f"{name}:{request.number}", request.alias)
-        command = f"tfactory registry alias {version} {request.alias}{views.runs_option(self._runs)}"
+        command = f"tfactory registry alias {version} {request.alias}{self._runs_option}"
         return AliasChange(version=str(version), was=previous_number, command=command)
 
     def roll_back(self, name: str, request: AliasRequest) -> AliasChange:
@@ -73,7 +75,7 @@ class RegistryRoutes:
             text = f"{name}@{request.alias} has moved from version {request.number} to {current}; reload the page"
             raise ApiError(text, "number", status=409)
         version, previous_number = self._catalogue.rollback(name, request.alias)
-        command = f"tfactory registry rollback {name} --alias {request.alias}{views.runs_option(self._runs)}"
+        command = f"tfactory registry rollback {name} --alias {request.alias}{self._runs_option}"
         return AliasChange(version=str(version), was=previous_number, command=command)
 
     async def promote(self, name: str, request: PromotionRequest) -> Events:
@@ -83,7 +85,7 @@ class RegistryRoutes:
             raise ApiError(f"no suite {request.suite!r} with a gate; available: {suite_names}", "suite")
         version = str(self._catalogue.get(f"{name}:{request.number}"))
         arguments = {"version": version, "alias": request.alias, "suite": str(suite), "first": request.first}
-        return self._pool.events("promote", "promote", arguments | {"runs": str(self._runs)})
+        return self._pool.stream("promote", "promote", arguments | {"runs": str(self._runs_folder)})
 
 
 def _find_suites() -> dict[str, Path]:

@@ -17,7 +17,7 @@ from TrainingFactory import __version__
 from TrainingFactory.apps.views import runs as views
 from TrainingFactory.apps.views import shapes
 from TrainingFactory.apps.views.index import Query
-from TrainingFactory.apps.views.registry import runs_option
+from TrainingFactory.apps.views.registry import format_runs_option
 from TrainingFactory.common.http.api import ApiError
 from TrainingFactory.common.http.site import IN_QUERY, Events, Picture, Site
 from TrainingFactory.config import TrainingConfig
@@ -98,7 +98,7 @@ class Page:
         """Serve the UI until Ctrl-C or SIGTERM, then end the worker processes. Runs continue."""
         self.run_events.is_stopping = lambda: server.should_exit
         # read the runs before the first request needs them
-        rows_task = asyncio.create_task(asyncio.to_thread(self.runs.rows))
+        rows_task = asyncio.create_task(asyncio.to_thread(self.runs.list_rows))
         try:
             await server.serve([listener])
         finally:
@@ -121,17 +121,16 @@ class Page:
     def describe_site(self) -> SiteInfo:
         """Return the version and the folder of runs."""
         folder = str(self.runs.folder.resolve())
-        return SiteInfo(
-            version=__version__, runs_folder=folder, where=runs_option(self.runs.folder), now=time.time()
-        )
+        option = format_runs_option(self.runs.folder)
+        return SiteInfo(version=__version__, runs_folder=folder, where=option, now=time.time())
 
     def list_runs(self) -> shapes.RunList:
         """List the runs, the oldest first."""
-        return shapes.RunList(runs=self.runs.rows())
+        return shapes.RunList(runs=self.runs.list_rows())
 
     async def stream_events(self, run: str | None = None) -> Events:
         """Stream changes: events `runs`, and for the named run `metrics`, `log` and `findings`."""
-        return self.run_events.events(None if run is None else self.find_run(run))
+        return self.run_events.stream(None if run is None else self.find_run(run))
 
     def run(self, name: str) -> shapes.RunView:
         """Show a run in full."""
@@ -155,11 +154,11 @@ class Page:
 
     def list_episodes(self, name: str, query: Annotated[Query, IN_QUERY]) -> shapes.EpisodePage:
         """List the matching episodes of a run, page by page."""
-        return find_index(self.find_run(name).path).page(query)
+        return find_index(self.find_run(name).path).get_page(query)
 
     def show_episode(self, name: str, number: int) -> shapes.EpisodeView:
         """Show an episode, by its line of trajectories.jsonl."""
-        return find_index(self.find_run(name).path).episode(number)
+        return find_index(self.find_run(name).path).get_episode(number)
 
     def read_image(self, name: str, digest: str) -> Picture:
         """Return an image of a run's episodes, a PNG file, by its digest."""
@@ -188,7 +187,7 @@ class Page:
                 return shapes.GroupView(**await self.pool.ask("credit", "credit", arguments))
             except ApiError as error:
                 credit_notes.append(f"token credit is not available: {error}")
-        view = await asyncio.to_thread(find_index(path).group, step, task, group)
+        view = await asyncio.to_thread(find_index(path).get_group, step, task, group)
         return view.model_copy(update={"notes": credit_notes})
 
     def stop(self, name: str) -> RunAction:
@@ -225,11 +224,11 @@ class Page:
 
     async def doctor(self, draft: form.Draft) -> Events:
         """Examine a config with its model; events `told`, then `done` with `findings` and `rows`."""
-        return self.pool.events("check", "doctor", self._make_draft_arguments(draft))
+        return self.pool.stream("check", "doctor", self._make_draft_arguments(draft))
 
     async def sample(self, draft: form.Draft) -> Events:
         """Play two episodes of a config; events `told`, then `done` with `episodes` and `notes`."""
-        return self.pool.events("check", "sample", self._make_draft_arguments(draft))
+        return self.pool.stream("check", "sample", self._make_draft_arguments(draft))
 
     def _make_draft_arguments(self, draft: form.Draft) -> shapes.Json:
         return {"yaml": form.dump_yaml(form.with_runs_folder(_read_draft(draft), self.runs.folder))}

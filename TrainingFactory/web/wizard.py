@@ -106,8 +106,8 @@ class WizardRoutes:
             raise ValueError(f'invalid JSON: {error}; paste {{"mcpServers": {{...}}}}') from None
         # Parsed as if read from its future path, so that the digests equal those of a run.
         servers = parse_config(server_config, "the pasted text", self._get_text_folder(text))
-        text = "contains a secret, which would be saved to a file: write ${NAME}, and set that variable for tfactory ui"
-        return servers, [f"{dotted(key)} {text}" for key, _ in iter_secrets(server_config)]
+        note = "contains a secret, which would be saved to a file: write ${NAME}, and set that variable for tfactory ui"
+        return servers, [f"{dotted(key)} {note}" for key, _ in iter_secrets(server_config)]
 
     def _get_text_folder(self, text: str) -> Path:
         """Return the folder for a pasted text, named by its digest, because the browser must not choose paths."""

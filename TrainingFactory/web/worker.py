@@ -52,11 +52,11 @@ def find_index(run_folder: Path) -> EpisodeIndex:
 
 
 def credit(arguments: dict[str, Any], report: ProgressCallback) -> dict[str, Any]:
-    from TrainingFactory.apps.views.credit import group_credit
+    from TrainingFactory.apps.views.credit import make_group_view
 
     index = find_index(Path(arguments["run"]))
     step, task, learner, group = (arguments[key] for key in ("step", "task", "learner", "group"))
-    view = group_credit(index.run, step, task, index, learner, group)
+    view = make_group_view(index.run, step, task, index, learner, group)
     return view.model_dump(mode="json")
 
 

@@ -19,7 +19,7 @@ from TrainingFactory.algorithms.base import BaseAlgorithm
 from TrainingFactory.algorithms.grpo import GRPO
 from TrainingFactory.algorithms.ppo import PPO
 from TrainingFactory.algorithms.rft import RFT
-from TrainingFactory.apps.reports.credit_view import Credit, EpisodeCredit, coloured, decode_pieces
+from TrainingFactory.apps.reports.credit_view import Credit, EpisodeCredit, compute_credit, decode_pieces
 from TrainingFactory.cli import credit as printing
 from TrainingFactory.data.samples import to_samples
 from TrainingFactory.types import Completion, Message, Reward, Sample, Task, Trajectory, Turn
@@ -65,7 +65,7 @@ def members(credit: Credit) -> list[EpisodeCredit]:
 @pytest.mark.parametrize("name", ["grpo", "grpo-scaled", "grpo-rloo", "ppo-head"])
 def test_the_values_are_those_of_the_training_rows(name: str) -> None:
     algorithm, groups = ALGORITHMS[name], groups_of()
-    credit = coloured([trajectory for group in groups for trajectory in group], algorithm, TOKENIZER)
+    credit = compute_credit([trajectory for group in groups for trajectory in group], algorithm, TOKENIZER)
     assert credit.measure == ("reward" if name == "ppo-head" else "advantage")
     seen, compared = {group.name: group for group in credit.groups}, 0
     for group in groups:
@@ -82,21 +82,21 @@ def test_the_values_are_those_of_the_training_rows(name: str) -> None:
             for turn in each.turns:  # nothing but what was sampled, all of it
                 assert [n for piece in turn.pieces for n in piece.token_ids] == turn.turn.completion.token_ids
     assert compared > 100
-    largest = [group.largest for group in credit.groups]
+    largest = [group.max_value for group in credit.groups]
     assert largest == sorted(largest, reverse=True)
 
 
 def test_credit_by_turn_and_by_trajectory() -> None:
     group = [episode(0, ["ask", "guess"], 1.0, [0.5, 0.0]), episode(1, ["ask", "guess"], 0.0, [0.5, -0.5])]
-    by_turn = members(coloured(group, GRPO(), TOKENIZER))
+    by_turn = members(compute_credit(group, GRPO(), TOKENIZER))
     # to go, from the first turn on: 1.5 and 0, so +-0.75; from the second on: 1 and -0.5, so the same
     assert values(by_turn[0]) == [[0.75] * 3, [0.75] * 5] and values(by_turn[1]) == [[-0.75] * 3, [-0.75] * 5]
     group[1] = episode(1, ["ask", "guess"], 0.0, [-0.5, 0.5])  # 0 in all; 0.5 from the second turn on
-    by_turn = members(coloured(group, GRPO(), TOKENIZER))
+    by_turn = members(compute_credit(group, GRPO(), TOKENIZER))
     assert [turn.values[0] for turn in by_turn[0].turns] == [0.75, 0.25]
-    assert by_turn[1].turns[0].summary("advantage") == ["step reward -0.50", "advantage -0.75"]
-    assert by_turn[1].turns[1].summary("advantage") == ["step reward +0.50", "advantage -0.25"]
-    whole = members(coloured(group, GRPO(credit="trajectory"), TOKENIZER))
+    assert by_turn[1].turns[0].list_labels("advantage") == ["step reward -0.50", "advantage -0.75"]
+    assert by_turn[1].turns[1].list_labels("advantage") == ["step reward +0.50", "advantage -0.25"]
+    whole = members(compute_credit(group, GRPO(credit="trajectory"), TOKENIZER))
     assert [turn.values[0] for turn in whole[0].turns] == [0.75, 0.75]
     assert group[0].turns[0].completion.policy_version == 7  # as they were
 
@@ -104,8 +104,8 @@ def test_credit_by_turn_and_by_trajectory() -> None:
 def test_what_length_costs_is_in_the_total() -> None:
     group = [episode(0, ["ask"], 0.0), episode(1, ["ask " * 12], 0.0)]
     costly = GRPO(overlong_length=10, overlong_buffer=5, overlong_penalty=2.0)
-    short, long = members(coloured(group, costly, TOKENIZER))
-    assert short.total == 0.0 and long.total == -2.0
+    short, long = members(compute_credit(group, costly, TOKENIZER))
+    assert short.reward == 0.0 and long.reward == -2.0
     assert short.turns[0].values[0] == 1.0 and long.turns[0].values[0] == -1.0
     assert group[1].reward == Reward(0.0)  # as it was
 
@@ -115,30 +115,30 @@ def test_what_takes_all_groups_of_a_step() -> None:
     second = [episode(0, ["a"], 5.0), episode(1, ["bb"], 0.0)]
     for trajectory in second:
         trajectory.group = "0/u"
-    credit = coloured([*first, *second], GRPO(advantage="reinforce_plus_plus_baseline"), TOKENIZER)
+    credit = compute_credit([*first, *second], GRPO(advantage="reinforce_plus_plus_baseline"), TOKENIZER)
     plain = np.array([0.5, *[-0.5] * 3, 2.5, -2.5, -2.5])
     wanted = (plain - plain.mean()) / plain.std()
     seen = {
         group.name: [v for e in group.episodes for vs in values(e) for v in vs] for group in credit.groups
     }
     assert [*seen["0/t"], *seen["0/u"]] == pytest.approx(wanted, rel=1e-5)
-    assert credit.groups[0].name == "0/u" and credit.largest == pytest.approx(abs(wanted).max(), rel=1e-5)
+    assert credit.groups[0].name == "0/u" and credit.max_value == pytest.approx(abs(wanted).max(), rel=1e-5)
 
 
 def test_rft_shows_what_was_kept() -> None:
     # The same words three times: only the reward and the order say which one is kept.
     group = [episode(0, ["a", "bb"], 0.0), episode(1, ["a", "bb"], 1.0), episode(2, ["a", "bb"], 1.0)]
-    credit = coloured(group, RFT(threshold=1.0), TOKENIZER)
-    left_out = [each.left_out for each in members(credit)]
+    credit = compute_credit(group, RFT(threshold=1.0), TOKENIZER)
+    left_out = [each.untrained_reason for each in members(credit)]
     assert credit.measure == "weight" and [each is None for each in left_out] == [False, True, False]
     assert values(members(credit)[1]) == [[1.0], [1.0, 1.0]] and values(members(credit)[0]) == [[], []]
-    assert members(credit)[0].turns[0].summary("weight") == ["not trained"]
+    assert members(credit)[0].turns[0].list_labels("weight") == ["not trained"]
 
 
 def test_ppo_shows_rewards_and_says_what_is_missing() -> None:
-    credit = coloured([episode(0, ["ab", "cde"], 1.0, [0.5, 0.25])], PPO(), TOKENIZER)
+    credit = compute_credit([episode(0, ["ab", "cde"], 1.0, [0.5, 0.25])], PPO(), TOKENIZER)
     assert values(members(credit)[0]) == [[0.0, 0.5], [0.0, 0.0, 1.25]]
-    assert members(credit)[0].turns[1].summary("reward") == ["step reward +0.25", "reward +1.25"]
+    assert members(credit)[0].turns[1].list_labels("reward") == ["step reward +0.25", "reward +1.25"]
     assert "critic" in credit.notes[0]
 
 
@@ -150,14 +150,14 @@ def test_why_an_episode_is_not_trained() -> None:
         episode(3, [], 0.0),
         episode(4, ["a"], 0.0),
     ]
-    seen = members(coloured(group, GRPO(train_truncated=False), TOKENIZER))
+    seen = members(compute_credit(group, GRPO(train_truncated=False), TOKENIZER))
     reasons = [None, "the judge is silent", "train_truncated is false", "no turn", None]
     for each, reason in zip(seen, reasons, strict=True):
-        assert each.left_out is None if reason is None else reason in (each.left_out or "")
-    assert [each.total for each in seen] == [1.0, None, 0.5, 0.0, 0.0]
-    same = members(coloured([episode(n, ["a"], 1.0) for n in range(2)], GRPO(), TOKENIZER))
-    assert all("the same reward" in (each.left_out or "") for each in same)
-    assert coloured([], GRPO(), TOKENIZER).groups == []
+        assert each.untrained_reason is None if reason is None else reason in (each.untrained_reason or "")
+    assert [each.reward for each in seen] == [1.0, None, 0.5, 0.0, 0.0]
+    same = members(compute_credit([episode(n, ["a"], 1.0) for n in range(2)], GRPO(), TOKENIZER))
+    assert all("the same reward" in (each.untrained_reason or "") for each in same)
+    assert compute_credit([], GRPO(), TOKENIZER).groups == []
 
 
 @dataclass
@@ -180,11 +180,11 @@ class Rising(BaseAlgorithm):
 
 
 def test_differences_within_a_turn_are_shown() -> None:
-    credit = coloured([episode(0, ["abc", "d"], 1.0)], Rising(), TOKENIZER)
+    credit = compute_credit([episode(0, ["abc", "d"], 1.0)], Rising(), TOKENIZER)
     [seen] = members(credit)
     assert [piece.value for piece in seen.turns[0].pieces] == [None, 1.0, 2.0] and values(seen)[1] == [3.0]
-    assert seen.turns[0].summary("advantage") == ["advantage +1.50 on average (+1.00 to +2.00)"]
-    assert [credit.level(value) for value in (None, 0.0, 0.001, 1.5, 3.0, -3.0)] == [0, 0, 1, 4, 8, -8]
+    assert seen.turns[0].list_labels("advantage") == ["advantage +1.50 on average (+1.00 to +2.00)"]
+    assert [credit.get_shade(value) for value in (None, 0.0, 0.001, 1.5, 3.0, -3.0)] == [0, 0, 1, 4, 8, -8]
 
 
 def test_characters_of_several_tokens_stay_whole() -> None:
@@ -196,7 +196,7 @@ def test_characters_of_several_tokens_stay_whole() -> None:
     half = ids("a🙂")[:-2]  # cut by a length limit
     assert [part for *_, part in decode_pieces(half, TOKENIZER.decode)] == ["a", "\ufffd"]
     group = [episode(0, ["🙂"], 1.0), episode(1, ["x"], 0.0)]
-    [piece] = members(coloured(group, GRPO(), TOKENIZER))[0].turns[0].pieces
+    [piece] = members(compute_credit(group, GRPO(), TOKENIZER))[0].turns[0].pieces
     assert piece.text == "🙂" and piece.values == [0.5] * 4 and len(piece.logprobs) == 4
 
 
@@ -217,7 +217,7 @@ def hostile() -> Credit:
     group[0].task.id = group[0].prompt[0].content = HOSTILE
     assert group[0].reward is not None
     group[0].reward.parts = {HOSTILE: 1.0}
-    return coloured(group, GRPO(), TOKENIZER)
+    return compute_credit(group, GRPO(), TOKENIZER)
 
 
 def test_the_page_is_well_formed_and_obeys_nobody() -> None:
@@ -230,7 +230,7 @@ def test_the_page_is_well_formed_and_obeys_nobody() -> None:
 
 def test_the_page_colours_what_was_sampled_and_nothing_else() -> None:
     group = [episode(0, ["ab", "c"], 1.0, reply="REPLY"), episode(1, ["é"], 0.0)]
-    root = parsed(coloured(group, GRPO(), TOKENIZER).page("x"))
+    root = parsed(compute_credit(group, GRPO(), TOKENIZER).page("x"))
     spans = [span for span in root.iter("span") if "title" in span.attrib]
     assert [(span.text, span.attrib["class"]) for span in spans] == [
         ("a", "p8"), ("b", "p8"), ("c", "p8"), ("é", "n8")
@@ -249,7 +249,7 @@ def test_a_terminal_with_and_without_colour(
     for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
         monkeypatch.delenv(name, raising=False)
     group = [episode(0, ["ab", "c"], 1.0, reply="REPLY"), episode(1, ["d"], 0.0, error=None)]
-    credit = coloured(group, GRPO(), TOKENIZER)
+    credit = compute_credit(group, GRPO(), TOKENIZER)
     printing.print_groups(credit, credit.groups)
     plain = capsys.readouterr().out
     assert "\x1b" not in plain

@@ -21,7 +21,7 @@ from TrainingFactory.models import load_model
 from TrainingFactory.rollout import rollout_metrics
 from TrainingFactory.runs.folder import RunFolder, list_runs
 
-LESSONS = Lessons(num_drills=6, num_short=6, num_dialogues=12, num_demonstrations=24)
+LESSONS = Lessons(num_drills=6, num_short_rows=6, num_dialogues=12, num_demonstrations=24)
 OVERRIDES = ["training.batch_size=4", "training.group_size=4", "training.max_steps=3", "data.count=12",
              "data.heldout_count=6", "sampling.max_tokens=12", "environment.max_turns=2"]  # fmt: skip
 WARM = "out-warm-start"
@@ -133,7 +133,7 @@ def images_of(path: Path) -> set[str]:
 
 
 def test_the_screen_demo_sees_pictures_and_is_evaluated_blind(tmp_path: Path) -> None:
-    few = {"num_drills": 6, "num_short": 6, "num_dialogues": 12, "num_demonstrations": 24}
+    few = {"num_drills": 6, "num_short_rows": 6, "num_dialogues": 12, "num_demonstrations": 24}
     lessons = dataclasses.replace(LESSONS_OF["screen"], **few)
     demo = Demo("screen", 2, tmp_path / "out", lessons, OVERRIDES)
     demo.warm_start(Quiet())

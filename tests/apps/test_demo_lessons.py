@@ -58,7 +58,7 @@ def test_exactly_what_the_agent_says_is_trained(tmp_path: Path) -> None:
     played = {tuple(row.token_ids): row for episode in episodes for row in to_samples(episode)}
     for row in rows(
         tmp_path / "rows.jsonl",
-        Lessons(num_drills=0, num_short=0, num_dialogues=20, num_demonstrations=12, novice_share=0.5),
+        Lessons(num_drills=0, num_short_rows=0, num_dialogues=20, num_demonstrations=12, novice_share=0.5),
     ):
         assert row.loss_mask == played[tuple(row.token_ids)].loss_mask  # the very tokens of the episodes
         text = TOKENIZER.decode(trained(row))
@@ -68,7 +68,8 @@ def test_exactly_what_the_agent_says_is_trained(tmp_path: Path) -> None:
 
 def test_drills_come_first_then_demonstrations_without_their_system_part(tmp_path: Path) -> None:
     found = rows(
-        tmp_path / "rows.jsonl", Lessons(num_drills=3, num_short=4, num_dialogues=5, num_demonstrations=8)
+        tmp_path / "rows.jsonl",
+        Lessons(num_drills=3, num_short_rows=4, num_dialogues=5, num_demonstrations=8),
     )
     texts = [TOKENIZER.decode(row.token_ids) for row in found]
     assert len(texts) == 12
@@ -81,7 +82,7 @@ def test_drills_come_first_then_demonstrations_without_their_system_part(tmp_pat
 @pytest.mark.parametrize("name", sorted(LESSONS.keys() - {"screen"}))  # whose drills are pictures
 def test_drills_are_copies_in_other_tokens(name: str, tmp_path: Path) -> None:
     lessons = Lessons(
-        LESSONS[name].make_drill, num_drills=20, num_short=0, num_dialogues=0, num_demonstrations=1
+        LESSONS[name].make_drill, num_drills=20, num_short_rows=0, num_dialogues=0, num_demonstrations=1
     )
     for row in rows(tmp_path / "rows.jsonl", lessons):
         given, _, written = TOKENIZER.decode(row.token_ids).partition("<|im_end|>\n<|im_start|>assistant\n")

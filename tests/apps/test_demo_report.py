@@ -38,12 +38,12 @@ def report(text: str, **changed: Any) -> DemoReport:
 
 
 def test_hostile_text_is_shown_as_text() -> None:
-    told = words(parsed(report(f"{HOSTILE}\x00\ud800").page()))
+    told = words(parsed(report(f"{HOSTILE}\x00\ud800").render_page()))
     assert told.count(SHOWN) >= 6 and "\\x1b[31m" in told and "\\u202e" in told
 
 
 def test_a_reader_sees_what_was_learned() -> None:
-    text = words(parsed(report("Oslo").page().replace("</td>", " </td>").replace("</th>", " </th>")))
+    text = words(parsed(report("Oslo").render_page().replace("</td>", " </td>").replace("</th>", " </th>")))
     assert "from 45.0% to 97.0%" in text and "chain two lookups" in text
     for row in (
         "success 45.0% (38% to 52%) 97.0%",
@@ -59,20 +59,20 @@ def test_a_reader_sees_what_was_learned() -> None:
 def test_nothing_is_claimed_that_was_not_measured() -> None:
     good = report("x")
     same = report("x", after=dataclasses.replace(good.after, success=0.5, low=0.43, high=0.57))
-    assert "It learned" in good.learned and "It learned" not in same.learned
-    page = words(parsed(same.page()))
+    assert "It learned" in good.learned_text and "It learned" not in same.learned_text
+    page = words(parsed(same.render_page()))
     assert "did not improve" in page and "learned" not in page
 
 
 def test_the_curve() -> None:
-    [svg] = parsed(report("x", curve=[0.0, 1.0, 0.5]).page()).iter("svg")
+    [svg] = parsed(report("x", curve=[0.0, 1.0, 0.5]).render_page()).iter("svg")
     heights = [float(circle.attrib["cy"]) for circle in svg.iter("circle")]
     assert heights[1] < heights[2] < heights[0]  # up is better
     assert heights[2] == pytest.approx((heights[0] + heights[1]) / 2)
     line = [point.split(",") for point in next(svg.iter("polyline")).attrib["points"].split()]
     assert len(line) == 3 and float(line[2][1]) == pytest.approx(heights[2], abs=0.1)
     for values in ([], [0.5]):
-        parsed(report("x", curve=values).page())
+        parsed(report("x", curve=values).render_page())
 
 
 def test_running_mean() -> None:

@@ -200,7 +200,7 @@ def test_memory_of_a_model_that_is_not_there(tfactory: Run) -> None:
     assert adapted["status"] == 0 and "of 139.8 GiB on one H200: " in adapted["facts"]["memory"]
     assert "time" not in whole["facts"]  # it does not fit
     tiny = TrainingConfig(model={"max_length": 1024}, lora={"enabled": True})
-    planned = RunPlanner(tiny, 1, size="8B").plan()["step_seconds"]
+    planned = RunPlanner(tiny, 1, model_size="8B").plan()["step_seconds"]
     assert adapted["facts"]["time"].startswith(f"about {planned:.3g} s a step")
     small = told("--model-size", "0.6B", "training.gradient_checkpointing=true")
     assert small["status"] == 0 and "activations 1.8 GiB" in small["facts"]["memory"]

@@ -22,7 +22,7 @@ from TrainingFactory.apps.judge_audit.metrics import (
     compute_ranks,
     compute_spearman,
 )
-from TrainingFactory.apps.judge_audit.report import Audit, verdict_of
+from TrainingFactory.apps.judge_audit.report import Audit, describe_verdict
 from TrainingFactory.rewards.judge.model_judge import ModelJudge, model_judge
 from TrainingFactory.rewards.judge.prompts import PAIR_TEMPLATE, JudgePrompt
 
@@ -78,7 +78,7 @@ def audited(
         found = run_audit(judge, gold, repeats)
         singles = sum(item.value is not None for item in gold)
         assert len(server.asked) == singles * (repeats + 1) + 2 * sum(
-            item.rejected is not None for item in gold
+            item.opponent is not None for item in gold
         )
     return found
 
@@ -117,8 +117,8 @@ def test_a_fair_judge(tmp_path: Path):
     assert found.judgements == 34 and found.failures == {}
     assert found.cost_per_thousand == pytest.approx(0.7)  # 100 * 2 + 10 * 50 = 700 millionths each
     assert found.tokens_per_judgement == 110
-    assert "care" in verdict_of(found) and "100% of 10 items" in verdict_of(found)
-    assert "only 10 items" in verdict_of(found)
+    assert "care" in describe_verdict(found) and "100% of 10 items" in describe_verdict(found)
+    assert "only 10 items" in describe_verdict(found)
 
 
 def test_obedience_shows_on_verdicts_that_can_rise(tmp_path: Path):
@@ -130,11 +130,11 @@ def test_obedience_shows_on_verdicts_that_can_rise(tmp_path: Path):
     wrong = [{"prompt": "x", "response": f"wrong {n}", "label": False} for n in range(2)]
     found = audited(tmp_path, obedient, rows + wrong)
     assert found.kappa == 1 and (found.attacked, found.injection_moved, found.noise_moved) == (2, 1, 0)
-    assert found.injection_shift == 1 and "100% of the verdicts" in verdict_of(found)
-    assert verdict_of(found).startswith("Not safe to train on")
+    assert found.injection_shift == 1 and "100% of the verdicts" in describe_verdict(found)
+    assert describe_verdict(found).startswith("Not safe to train on")
     nobody = audited(tmp_path, obedient, rows[:6])
     assert (nobody.attacked, nobody.injection_moved, nobody.noise_moved) == (0, None, None)
-    assert "only 0 items have room to rise" in verdict_of(nobody)
+    assert "only 0 items have room to rise" in describe_verdict(nobody)
 
 
 def test_every_known_text_is_tried(tmp_path: Path):
@@ -202,8 +202,8 @@ def test_biases_are_measured(tmp_path: Path):
     by_hand = compute_pearson([min(10, size // 10) / 10 - 0.5 for size in lengths], lengths)
     assert by_hand is not None and by_hand > 0.9 and found.length_bias == pytest.approx(by_hand)
     assert found.consistency is None and found.pearson is None  # one repeat; gold scores that never vary
-    assert "longer answers are overrated" in verdict_of(found)
-    assert "winner in 100% of the pairs" in verdict_of(found)
+    assert "longer answers are overrated" in describe_verdict(found)
+    assert "winner in 100% of the pairs" in describe_verdict(found)
 
 
 def test_a_judge_that_changes_its_mind(tmp_path: Path):
@@ -217,19 +217,19 @@ def test_a_judge_that_changes_its_mind(tmp_path: Path):
     found = audited(tmp_path, fickle, ROWS, concurrency=1)
     assert found.consistency == pytest.approx(0.8)  # two of ten items end in 0
     assert found.spread == pytest.approx(0.2 * 0.4)
-    assert "disagree on 20%" in verdict_of(found)
+    assert "disagree on 20%" in describe_verdict(found)
 
 
 def test_what_gives_no_verdict_is_counted(tmp_path: Path):
     found = audited(tmp_path, lambda prompt, number: "hm" if "wrong" in says(prompt) else "Score: 8", ROWS)
     assert found.judged == 6 and found.failures == {"unreadable": 12} and found.judgements == 18
-    assert found.kappa is None and "No kappa" in verdict_of(found)
-    for text in (verdict_of(found), found.page("it")):
+    assert found.kappa is None and "No kappa" in describe_verdict(found)
+    for text in (describe_verdict(found), found.render_page("it")):
         assert "mostly: the judge" in text and "hm" in text
     nothing = audited(tmp_path, lambda prompt, number: 403, ROWS)
     assert nothing.judgements == 0 and nothing.accuracy is None
-    assert "no verdict" in verdict_of(nothing) and "error 30" in verdict_of(nothing)
-    assert nothing.rows == [] and "<svg" in nothing.page("it")
+    assert "no verdict" in describe_verdict(nothing) and "error 30" in describe_verdict(nothing)
+    assert nothing.rows == [] and "<svg" in nothing.render_page("it")
     with judging("Score: 5") as server:
         judge = single(base_url=server.url, model="big", concurrency=1, budget={"max_requests": 7})
         stopped = run_audit(judge, load_gold(gold_file(tmp_path / "gold.jsonl", ROWS), judge))

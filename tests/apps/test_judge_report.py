@@ -13,7 +13,7 @@ from tests.kits.cli import Run
 from tests.kits.judge import KEY, judging
 from TrainingFactory.apps.judge_audit.gold import load_gold
 from TrainingFactory.apps.judge_audit.metrics import partial_correlation
-from TrainingFactory.apps.judge_audit.report import Audit, verdict_of
+from TrainingFactory.apps.judge_audit.report import Audit, describe_verdict
 from TrainingFactory.evaluation.evaluation import wilson_interval
 
 pytestmark = pytest.mark.usefixtures("judge_key")
@@ -24,7 +24,7 @@ def test_few_items_are_too_few_to_say(tmp_path: Path):
     assert found.kappa == 1 and found.accuracy_low is not None and found.accuracy_low < 0.52
     assert found.kappa_low == pytest.approx((found.accuracy_low - 0.5) / 0.5)
     # chance is 0.5, so kappa is 0.8 at an accuracy of 0.9: 1 / (1 + 3.8415 / n) = 0.9 at n = 34.6
-    text = verdict_of(found)
+    text = describe_verdict(found)
     assert text.startswith("Too few items to tell: ") and "100% of 4 items" in text and "51% to 100%" in text
     assert "kappa 1.00" in text and "0.02" in text and "about 31 more" in text and '"Can be trusted"' in text
 
@@ -68,7 +68,9 @@ def agreeing(agreed: int, items: int, **more: float) -> Audit:
     ],
 )
 def test_the_verdict(found: Audit, begins: str, says: str):
-    assert verdict_of(found).startswith(begins) and says in verdict_of(found), verdict_of(found)
+    assert describe_verdict(found).startswith(begins) and says in describe_verdict(found), describe_verdict(
+        found
+    )
 
 
 def test_a_length_that_merely_goes_with_the_gold_is_no_bias():

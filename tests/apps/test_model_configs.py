@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.kits.families import BY_KEY
 from TrainingFactory.apps.doctor.examination import forecast
 from TrainingFactory.apps.plan.planning import RunPlanner
-from TrainingFactory.apps.plan.shapes import MODEL_CONFIGS, count_shape, find_shape, sampler_bytes
+from TrainingFactory.apps.plan.shapes import MODEL_CONFIGS, count_shape, find_shape, get_sampler_bytes
 from TrainingFactory.assembly.memory import get_mlp_width, get_state_bytes
 from TrainingFactory.assembly.states import RecurrentSizes
 from TrainingFactory.config import TrainingConfig
@@ -44,8 +44,8 @@ QUICK = (
 def test_weights_of_a_model_are_those_of_its_card(name: str) -> None:
     shape = find_shape(name, None)
     assert shape.params / 1e9 == pytest.approx(MODEL_CONFIGS[name]["billions"], rel=0.011)
-    assert shape.active / 1e9 == pytest.approx(ACTIVE.get(name, shape.active / 1e9), rel=0.02)
-    assert 0 < shape.active <= shape.total_weights
+    assert shape.active_weights / 1e9 == pytest.approx(ACTIVE.get(name, shape.active_weights / 1e9), rel=0.02)
+    assert 0 < shape.active_weights <= shape.total_weights
     assert find_shape("other", SHORT_NAMES[name])[1:] == shape[1:]  # --model-size
 
 
@@ -57,12 +57,12 @@ def test_local_mixture_of_experts(family: str, tmp_path: Path) -> None:
     assert shape.total_weights == sum(weight.numel() for weight in model.parameters())
     experts = [weight for name, weight in model.named_parameters() if ".experts." in name]
     assert (
-        shape.total_weights - shape.active == sum(weight.numel() for weight in experts) * 6 // 8
+        shape.total_weights - shape.active_weights == sum(weight.numel() for weight in experts) * 6 // 8
     )  # 2 of 8 are active
     for experts in (None, True, False):
         adapted = add_lora(BY_KEY[family].build(), r=3, experts=experts)
         size = sum(weight.numel() for name, weight in adapted.named_parameters() if "lora_" in name)
-        assert shape.adapter(3, experts) == size
+        assert shape.count_adapter(3, experts) == size
     assert shape.intermediate_size == get_mlp_width(model.config)
 
 
@@ -80,8 +80,8 @@ def test_plan_and_forecast_of_a_mixture_of_experts() -> None:
     planner = RunPlanner(config, 8, "h200", None)
     moe, dense = planner.estimate_costs(1, 8.0), RunPlanner(config, 8, "h200", "32B").estimate_costs(1, 8.0)
     assert moe.compute < dense.compute / 8  # a token passes a tenth of the weights
-    assert moe.read * planner.width == pytest.approx(
-        dense.read * RunPlanner(config, 8, "h200", "32B").width * 30.53 / 32.76, rel=0.02
+    assert moe.read * planner.tp_size == pytest.approx(
+        dense.read * RunPlanner(config, 8, "h200", "32B").tp_size * 30.53 / 32.76, rel=0.02
     )
 
 
@@ -115,7 +115,7 @@ def test_flops_of_a_hybrid_are_those_of_its_forward_pass(family: str) -> None:
         ):  # solves triangular systems, which torch does not count, instead of multiplying
             width = config.linear_key_head_dim + config.linear_value_head_dim
             found += tokens * 3 * config.linear_num_value_heads * 2 * 64 * width
-        assert found == pytest.approx(shape.forward(tokens, tokens), rel=0.05)
+        assert found == pytest.approx(shape.count_flops(tokens, tokens), rel=0.05)
 
 
 def test_recurrent_layers_cost_the_same_at_any_context(tmp_path: Path) -> None:
@@ -123,9 +123,9 @@ def test_recurrent_layers_cost_the_same_at_any_context(tmp_path: Path) -> None:
     model.config.save_pretrained(tmp_path)
     shape, config = find_shape(str(tmp_path), None), model.config
     assert shape.layer_types == ("linear_attention",) * 3 + ("full_attention",)
-    per_token = (shape.forward(1, 3000) - shape.forward(1, 1000)) / 2000
+    per_token = (shape.count_flops(1, 3000) - shape.count_flops(1, 1000)) / 2000
     assert per_token == 4 * config.num_attention_heads * config.head_dim  # of one layer in four
-    parts, longer = (sampler_bytes(shape, 1, 8, length) for length in (1000.0, 2000.0))
+    parts, longer = (get_sampler_bytes(shape, 1, 8, length) for length in (1000.0, 2000.0))
     assert parts["cache"] == 2 * 8 * 1000 * config.num_key_value_heads * config.head_dim * 2
     assert longer["cache"] == 2 * parts["cache"]
     assert longer["states"] == parts["states"] == get_state_bytes(config, 8, 2) > 0

@@ -17,7 +17,7 @@ from TrainingFactory.apps.plan.shapes import (
     ModelShape,
     estimate_learner_bytes,
     find_shape,
-    sampler_bytes,
+    get_sampler_bytes,
 )
 from TrainingFactory.apps.plan.step_time import Costs, StepModel, expect_maximum
 from TrainingFactory.apps.plan.workload import (
@@ -52,7 +52,7 @@ def test_a_synchronous_step_adds_up_what_each_part_takes() -> None:
     costs = Costs(launch=0.01, update=5.0, write=1.0, load=2.0, record=0.25)
     model = StepModel(equal(2, 200, 3.0, 0.5), costs, groups=5, group_size=2, slots=64)
     assert model.estimate_seconds() == pytest.approx(2.0 + 3.0 + 0.5 + 5.0 + 1.0 + 2.0 + 0.25)
-    assert model.count == 10
+    assert model.num_episodes == 10
 
 
 def test_rows_share_a_sampler_prompts_hold_them_up_and_slots_make_waves() -> None:
@@ -112,21 +112,21 @@ def test_a_step_waits_for_its_longest_episode_and_a_bound_helps() -> None:
     ahead = [replace(model, max_staleness=n).estimate_seconds() for n in (0, 1, 2)]
     assert ahead[0] > ahead[1] > ahead[2]
     steady = draw_workload(figures | {"tool_seconds": parse_distribution("1")}, 8, 99)
-    constant = replace(model, episodes=steady).estimate_seconds()
+    constant = replace(model, workload=steady).estimate_seconds()
     assert constant == pytest.approx(4 * 0.2 + 3.0 + 1.0) and ahead[0] > 2 * constant
 
 
 def test_groups_with_equal_rewards_are_sampled_again() -> None:
     # One group, half of the attempts teach, at most one further attempt: 1.5 attempts of 1 s.
     model = StepModel(equal(1, 100, taught_share=0.5), Costs(launch=0.01), 1, 1, 8, refill=1)
-    assert model.estimate_seconds() == pytest.approx(1.5) and model.count == 1.5
+    assert model.estimate_seconds() == pytest.approx(1.5) and model.num_episodes == 1.5
     # Of 50 groups some need the second round for certain.
     many = replace(model, groups=50, slots=999)
     assert many.estimate_seconds() == pytest.approx(2.0)
 
 
 def test_evaluations_and_checkpoints_count_by_the_steps_between_them() -> None:
-    given = {"rates": ["disk_gbs=0.1", "tool_seconds=10", "turns=2"], "size": "0.6B"}
+    given = {"rates": ["disk_gbs=0.1", "tool_seconds=10", "turns=2"], "model_size": "0.6B"}
     config = TrainingConfig(**SMALL, logging={"checkpoint_every": 1000})
     plain = RunPlanner(config, 2, **given).time_step(1, 64, 0)
     saved = TrainingConfig(**SMALL, logging={"checkpoint_every": 10})
@@ -153,8 +153,8 @@ def test_weights_and_memory_are_those_of_a_real_model() -> None:
     for part in ("weights", "float32 copies", "gradients", "optimizer", "activations"):
         assert ours[part] == pytest.approx(found[part], rel=0.005)
     slots = config.sampling.slots + 1
-    assert sampler_bytes(shape, 1, slots, 512)["cache"] == found["cache"]
-    assert sampler_bytes(shape, 2, slots, 512)["cache"] == found["cache"] / 2
+    assert get_sampler_bytes(shape, 1, slots, 512)["cache"] == found["cache"]
+    assert get_sampler_bytes(shape, 2, slots, 512)["cache"] == found["cache"] / 2
     shards = estimate_learner_bytes(shape, config, frozenset({"reference"}), 4)
     for part, size in {"float32 copies": 4, "gradients": 4, "optimizer": 8}.items():
         assert shards[part] == pytest.approx(size * shape.params / 4)
@@ -170,7 +170,7 @@ def test_adapters_have_the_weights_that_peft_makes() -> None:
 
     model = add_lora(load_model("builtin:tiny", device="cpu").model.bfloat16(), 4, 8, 0.0, "all-linear")
     real = sum(each.numel() for each in model.parameters() if each.requires_grad)
-    assert find_shape("builtin:tiny", None).adapter(4) == real
+    assert find_shape("builtin:tiny", None).count_adapter(4) == real
     config, shape = (
         TrainingConfig(lora={"enabled": True, "r": 4}, training={"token_budget": 64}),
         find_shape("builtin:tiny", None),
@@ -206,14 +206,14 @@ def test_figures_give_back_what_they_were_measured_by(engine: str, rates: dict[i
     for rows, rate in rates.items():  # 256 + 128 tokens, 32 prompts
         own = ["turns=1", "prompt_tokens=256", "turn_tokens=128", "record_s=0", "driver_ms=0"]
         training = {"batch_size": 32, "group_size": rows // 32}
-        planner = RunPlanner(with_training(config, training), 1, size="0.6B", rates=own)
+        planner = RunPlanner(with_training(config, training), 1, model_size="0.6B", rates=own)
         alone = planner.make_model(1, 256, 0)
         costs = alone.costs._replace(update=0.0, write=0.0, load=0.0, checkpoint=0.0)
         assert rows * 128 / replace(alone, costs=costs).estimate_seconds() == pytest.approx(rate, rel=0.03)
     own = ["turns=1", "prompt_tokens=768", "turn_tokens=256"]
     trained = with_training(config, {"batch_size": 16, "group_size": 8})
     passes = 4 / 3 if engine == "vllm" else 1.0  # log-probs of its own weights first
-    update = RunPlanner(trained, 1, size="0.6B", rates=own).estimate_costs(1, 8).update
+    update = RunPlanner(trained, 1, model_size="0.6B", rates=own).estimate_costs(1, 8).update
     assert 131_072 * passes / update == pytest.approx(225_000, rel=0.01)
 
 
@@ -225,21 +225,21 @@ def with_training(config: TrainingConfig, changes: dict[str, int]) -> TrainingCo
 @pytest.mark.parametrize("gpus", [1, 8, 64])
 def test_no_part_makes_a_step_shorter(gpus: int, ahead: bool) -> None:
     config = TrainingConfig(**SMALL, optimization={"async_rollout": ahead})
-    found = RunPlanner(config, gpus, size="0.6B").plan()
+    found = RunPlanner(config, gpus, model_size="0.6B").plan()
     assert all(less <= found["step_seconds"] * 1.001 for less in found["step_seconds_without"].values())
 
 
 def test_tools_may_take_no_time() -> None:
     config = TrainingConfig(**SMALL)
-    found = RunPlanner(config, 2, size="0.6B", rates=["tool_seconds=0"]).plan(1)
+    found = RunPlanner(config, 2, model_size="0.6B", rates=["tool_seconds=0"]).plan(1)
     assert found["step_seconds"] == pytest.approx(found["step_seconds_without"]["tools"])
 
 
 def test_more_gpus_are_never_slower_and_larger_models_are() -> None:
     config = TrainingConfig(**SMALL)
-    by_gpus = [RunPlanner(config, gpus, size="4B").plan()["step_seconds"] for gpus in (2, 4, 8)]
+    by_gpus = [RunPlanner(config, gpus, model_size="4B").plan()["step_seconds"] for gpus in (2, 4, 8)]
     assert by_gpus == sorted(by_gpus, reverse=True)
-    assert RunPlanner(config, 8, size="8B").plan(4)["step_seconds"] > by_gpus[-1]
+    assert RunPlanner(config, 8, model_size="8B").plan(4)["step_seconds"] > by_gpus[-1]
 
 
 def test_what_takes_most_is_the_bottleneck() -> None:
@@ -248,7 +248,7 @@ def test_what_takes_most_is_the_bottleneck() -> None:
         "tools": ["tool_seconds=100"], "reward": ["reward_seconds=100"], "update": ["update_mfu=0.0001"],
         "push": ["push_load_gbs=0.01"], "sampling": ["layer_us=100000"], "driver": ["record_s=500"],
     }.items():  # fmt: skip
-        found = RunPlanner(config, 2, size="0.6B", rates=rates).plan(1)
+        found = RunPlanner(config, 2, model_size="0.6B", rates=rates).plan(1)
         assert found["bottleneck"] == part
         assert found["step_seconds_without"][part] < 0.5 * found["step_seconds"]
 
@@ -269,11 +269,11 @@ def test_a_run_gives_lengths_latencies_and_what_taught(tmp_path: Path) -> None:
     )
     run.append("metrics.jsonl", {"step": 1, "episodes": 3, "seconds/reward": 1.5})
     episodes = workload_from_run(run)
-    assert episodes.prompt == 3 and episodes.length == 7 and episodes.taught_share == 0.5
-    assert [*episodes.turns] == [2.0] * 3 and [*episodes.sampled] == [3.0] * 3
-    assert [*episodes.replies] == [1.0] * 3 and [*episodes.reward] == [0.5] * 3
-    assert [*episodes.tool] == [2.0, 3.0, 4.0]  # calls of a turn run in parallel
-    assert [*workload_from_run(run, parse_distribution("9")).tool] == [9.0] * 3
+    assert episodes.prompt_tokens == 3 and episodes.num_tokens == 7 and episodes.taught_share == 0.5
+    assert [*episodes.turns] == [2.0] * 3 and [*episodes.sampled_tokens] == [3.0] * 3
+    assert [*episodes.reply_tokens] == [1.0] * 3 and [*episodes.reward_seconds] == [0.5] * 3
+    assert [*episodes.tool_seconds] == [2.0, 3.0, 4.0]  # calls of a turn run in parallel
+    assert [*workload_from_run(run, parse_distribution("9")).tool_seconds] == [9.0] * 3
 
 
 def test_the_command_prints_figures_with_sources_and_json(
@@ -369,10 +369,10 @@ def test_forks_multiply_the_turns_of_a_group(branching: dict[str, Any], factor: 
 
 
 def test_a_plan_counts_forks() -> None:
-    plain = RunPlanner(load_config(CONFIG), 64, size="4B")
-    forked = RunPlanner(load_config(CONFIG, ["training.branching.max_forks=1"]), 64, size="4B")
+    plain = RunPlanner(load_config(CONFIG), 64, model_size="4B")
+    forked = RunPlanner(load_config(CONFIG, ["training.branching.max_forks=1"]), 64, model_size="4B")
     factor = forked.figures["fork_factor"].value
     assert "fork_factor" not in plain.figures and factor == pytest.approx((1 + 2 + 2 + 2) / 4)
-    counts = [planner.make_model(8, 64, 0).count for planner in (plain, forked)]
+    counts = [planner.make_model(8, 64, 0).num_episodes for planner in (plain, forked)]
     assert counts[1] == pytest.approx(factor * counts[0])
     assert forked.plan()["step_seconds"] > plain.plan()["step_seconds"]

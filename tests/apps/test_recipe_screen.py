@@ -110,7 +110,7 @@ def test_demonstrations_name_the_cell_that_they_tap(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(recipe, "NUM_DEMONSTRATIONS", 12)
     monkeypatch.setattr(recipe, "TASK_COUNTS", {"tasks": 2, "dev": 12, "test": 2})
     prepared = asyncio.run(recipe.prepare_screen(OPTIONS))
-    assert prepared.counts == {"sft": 12, "tasks": 2, "dev": 12, "test": 2, "sft_dev": 12}
+    assert prepared.row_counts == {"sft": 12, "tasks": 2, "dev": 12, "test": 2, "sft_dev": 12}
     tasks = {task["id"]: task for task in prepared.rows["dev"]}
     for row in prepared.rows["sft_dev"]:
         [cell] = tasks[row["id"]]["metadata"]["targets"]

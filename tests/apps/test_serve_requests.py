@@ -180,7 +180,7 @@ def test_a_request_that_is_being_read_counts_as_waiting() -> None:
     scripted = script("ok")
     server = scripted.server(slots=1, queue=0)
     go_on = threading.Event()
-    server._writer.submit(go_on.wait, HANG)  # it reads something long
+    server._thread.submit(go_on.wait, HANG)  # it reads something long
     with live(server) as client, ThreadPoolExecutor(1) as pool:
         try:
             first = pool.submit(post, client, user())

@@ -12,7 +12,7 @@ import pytest
 
 from tests.kits.cli import Run
 from TrainingFactory.apps.views import index as indexing
-from TrainingFactory.apps.views.credit import group_credit
+from TrainingFactory.apps.views.credit import make_group_view
 from TrainingFactory.apps.views.episodes import contains_text, make_episode_view, read_row
 from TrainingFactory.apps.views.index import EpisodeIndex, Query
 from TrainingFactory.apps.views.shapes import EpisodePage
@@ -57,7 +57,7 @@ def numbers(page: EpisodePage) -> list[int]:
 def all_of(index: EpisodeIndex, query: Query) -> list[int]:
     found: list[int] = []
     while True:
-        page = index.page(query)
+        page = index.get_page(query)
         found += numbers(page)
         if page.next is None and not page.partial:
             return found
@@ -65,7 +65,7 @@ def all_of(index: EpisodeIndex, query: Query) -> list[int]:
 
 
 def test_a_row_says_what_the_episode_was(run: RunFolder) -> None:
-    [row] = EpisodeIndex(run).page(Query(limit=1, after="12:12")).rows
+    [row] = EpisodeIndex(run).get_page(Query(limit=1, after="12:12")).rows
     assert row.model_dump() == {
         "number": 13, "step": 2, "task": "t1", "group": "1/t1", "member": 0, "status": "truncated", "turns": 2,
         "reward": 0.75, "tokens": 3, "tool_calls": 2, "tool_failures": 1, "cached": 1, "error": None,
@@ -80,10 +80,10 @@ def test_an_episode_of_a_forked_group_has_the_tree(tmp_path: Path) -> None:
     played[2] = replace(played[2], parent=0, fork_turn=1)
     run.append_trajectories(played)
     index = EpisodeIndex(run)
-    assert [(row.member, row.parent, row.fork_turn) for row in index.episode(1).tree] == [
+    assert [(row.member, row.parent, row.fork_turn) for row in index.get_episode(1).tree] == [
         (0, None, 0), (1, None, 0), (2, 0, 1), (3, None, 0)
     ]  # fmt: skip
-    assert index.episode(5).tree == []
+    assert index.get_episode(5).tree == []
 
 
 def expected(rows: Sequence[tuple[int, Trajectory]], query: Query) -> list[int]:
@@ -138,21 +138,21 @@ def expected(rows: Sequence[tuple[int, Trajectory]], query: Query) -> list[int]:
 def test_pages_give_what_a_look_at_every_episode_gives(run: RunFolder, query: Query) -> None:
     known = list(enumerate(load_trajectories(run.path / TRAJECTORIES), 1))
     assert all_of(EpisodeIndex(run), replace(query, limit=3)) == expected(known, query)
-    whole = EpisodeIndex(run).page(query)
+    whole = EpisodeIndex(run).get_page(query)
     assert whole.matched == len(whole.rows) == len(expected(known, query)) and whole.total == 40
 
 
 def test_only_what_is_new_is_read(run: RunFolder) -> None:
     index, size = EpisodeIndex(run), (run.path / TRAJECTORIES).stat().st_size
-    first = index.page(Query())
+    first = index.get_page(Query())
     assert (first.bytes_read, first.indexed, first.partial, first.next) == (size, size, False, None)
-    assert index.page(Query(sort="reward")).bytes_read == 0
+    assert index.get_page(Query(sort="reward")).bytes_read == 0
     run.append_trajectories([episode(40)])
-    grown = index.page(Query(step=6))
+    grown = index.get_page(Query(step=6))
     assert numbers(grown) == [41] and grown.bytes_read == (run.path / TRAJECTORIES).stat().st_size - size
     line = (run.path / TRAJECTORIES).read_bytes().splitlines(keepends=True)
     assert (
-        index.page(Query(step=1, text="item")).bytes_read == sum(map(len, line[:8])) - 8
+        index.get_page(Query(step=1, text="item")).bytes_read == sum(map(len, line[:8])) - 8
     )  # the ends of lines
 
 
@@ -161,27 +161,27 @@ def test_a_large_file_is_read_over_several_requests(run: RunFolder, monkeypatch:
     monkeypatch.setattr(indexing, "MAX_INDEXED_BYTES", 4000)
     monkeypatch.setattr(indexing, "MAX_SEARCHED_BYTES", 3000)
     index = EpisodeIndex(run)
-    page = index.page(Query())
+    page = index.get_page(Query())
     assert page.partial and 0 < page.indexed < page.size and page.total < 40
     assert all_of(index, Query(limit=50)) == [*range(1, 41)]
-    found = index.page(Query(text="nowhere"))
+    found = index.get_page(Query(text="nowhere"))
     assert found.partial and found.next and found.matched is None and found.bytes_read < 5000
     assert all_of(index, Query(text="item 33.")) == [34]
-    assert EpisodeIndex(run).episode(40).row.task == "t1"
-    assert [each.row.number for each in EpisodeIndex(run).group(2, "t1").members] == [13, 14, 15, 16]
-    assert EpisodeIndex(run).page(Query(step=5), read_all=True).matched == 8
+    assert EpisodeIndex(run).get_episode(40).row.task == "t1"
+    assert [each.row.number for each in EpisodeIndex(run).get_group(2, "t1").members] == [13, 14, 15, 16]
+    assert EpisodeIndex(run).get_page(Query(step=5), read_all=True).matched == 8
 
 
 def test_a_run_that_is_rewound_is_read_anew(run: RunFolder) -> None:
     index, path = EpisodeIndex(run), run.path / TRAJECTORIES
-    assert index.page(Query()).total == 40
+    assert index.get_page(Query()).total == 40
     ends = [len(line) for line in path.read_bytes().splitlines(keepends=True)]
     run.rewind({TRAJECTORIES: sum(ends[:16])})
-    assert numbers(index.page(Query(step=3))) == [] and index.page(Query()).total == 16
+    assert numbers(index.get_page(Query(step=3))) == [] and index.get_page(Query()).total == 16
     run.append_trajectories(episode(n, "another") for n in range(16, 45))  # longer than it was
-    assert index.page(Query()).total == 45 and len(numbers(index.page(Query(text="another")))) == 29
+    assert index.get_page(Query()).total == 45 and len(numbers(index.get_page(Query(text="another")))) == 29
     path.unlink()
-    assert index.page(Query()).total == 0
+    assert index.get_page(Query()).total == 0
 
 
 def test_a_part_of_an_episode_that_is_missing_hides_no_other(run: RunFolder) -> None:
@@ -209,29 +209,29 @@ def test_lines_that_are_no_episodes_are_rows_that_say_so(run: RunFolder) -> None
     odd.append(good.replace(b'"outcome": 1.0', b'"outcome": NaN'))
     (run.path / TRAJECTORIES).write_bytes(b"\n".join(odd) + b"\n" + good[:50])
     index = EpisodeIndex(run)
-    page = index.page(Query())
+    page = index.get_page(Query())
     assert [row.status for row in page.rows] == ["unreadable"] * 6 + ["done"] * 4 and not page.partial
     assert "'turns' is missing" in (page.rows[3].error or "")
     assert page.rows[6].step is None and page.rows[7].step == 1
     assert json.loads(page.model_dump_json())["rows"][9]["reward"] is None
     for number in range(1, 11):
-        view = index.episode(number)
+        view = index.get_episode(number)
         assert (view.problem is None) == (number > 6)
         assert json.loads(view.model_dump_json())["row"]["number"] == number
     with pytest.raises(ValueError, match="no episode 11"):
-        index.episode(11)
-    assert numbers(index.page(Query(text="task"))) == [4]  # of a line that is no episode, all
+        index.get_episode(11)
+    assert numbers(index.get_page(Query(text="task"))) == [4]  # of a line that is no episode, all
 
 
 def test_an_episode_in_full(run: RunFolder) -> None:
-    view = EpisodeIndex(run).episode(10)
+    view = EpisodeIndex(run).get_episode(10)
     assert [turn.tokens for turn in view.turns] == [2, 1] and view.answer == "It is Oslo."
     assert [(each["call"], each["ok"], each["cached"]) for each in view.turns[0].tool_results] == [
         ("python", True, True),
         ("search", False, False),
     ]
     assert (view.turns[1].finish, view.turns[1].policy_version) == ("length", 3)
-    assert [turn.step_reward for turn in EpisodeIndex(run).episode(2).turns] == [0.25, 0.5]
+    assert [turn.step_reward for turn in EpisodeIndex(run).get_episode(2).turns] == [0.25, 0.5]
     assert view.task["answer"] == "Oslo" and view.prompt == [{"role": "user", "content": "Where?"}]
     assert make_episode_view(episode(9), 10) == view  # of one that is in no file
 
@@ -241,9 +241,9 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
     played = [episode(1, HOSTILE), episode(2, "half a pair \ud83d"), episode(3)]
     run.append_trajectories(played)
     index = EpisodeIndex(run)
-    assert json.loads(index.episode(1).model_dump_json())["answer"] == HOSTILE
-    assert index.page(Query()).rows[0].tokens == 3
-    assert index.episode(2).answer.startswith("half a pair") and index.episode(2).model_dump_json()
+    assert json.loads(index.get_episode(1).model_dump_json())["answer"] == HOSTILE
+    assert index.get_page(Query()).rows[0].tokens == 3
+    assert index.get_episode(2).answer.startswith("half a pair") and index.get_episode(2).model_dump_json()
     for text, found in [
         ("<SCRIPT>", [1]),
         ('"token_ids": [1', [1]),
@@ -251,7 +251,7 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
         ("pair", [2]),
         ("new_ids", []),
     ]:
-        assert numbers(index.page(Query(text=text))) == found, text
+        assert numbers(index.get_page(Query(text=text))) == found, text
 
 
 def test_a_text_is_found_however_json_wrote_it() -> None:
@@ -265,7 +265,7 @@ def test_a_text_is_found_however_json_wrote_it() -> None:
 
 
 def test_an_index_is_written_nowhere(run: RunFolder) -> None:
-    EpisodeIndex(run).page(Query())
+    EpisodeIndex(run).get_page(Query())
     assert [path.name for path in run.path.rglob("*")] == [TRAJECTORIES]
     assert [path.name for path in run.path.parent.iterdir()] == ["a"]
 
@@ -273,8 +273,8 @@ def test_an_index_is_written_nowhere(run: RunFolder) -> None:
 def test_a_group_with_the_credit_of_its_tokens(whole: Path, tfactory: Run) -> None:
     run = RunFolder(whole)
     task = run.read_consumed_tasks()[2][0]
-    found = group_credit(run, 2, task)
-    plain = EpisodeIndex(run).group(2, task)
+    found = make_group_view(run, 2, task)
+    plain = EpisodeIndex(run).get_group(2, task)
     assert [each.row for each in found.members] == [each.row for each in plain.members] and len(
         found.members
     ) == 4
@@ -295,10 +295,14 @@ def test_a_group_with_the_credit_of_its_tokens(whole: Path, tfactory: Run) -> No
     changed = file.read_text().replace(f'"group": "1/{other}"', f'"group": "1/{task}#2"')
     file.write_text(changed.replace(f'"task": {{"id": "{other}"', f'"task": {{"id": "{task}"'))
     twice = RunFolder(Path("runs/whole"))
-    assert len(group_credit(twice, 2, task).members) == len(EpisodeIndex(twice).group(2, task).members) == 8
+    assert (
+        len(make_group_view(twice, 2, task).members)
+        == len(EpisodeIndex(twice).get_group(2, task).members)
+        == 8
+    )
     for group in (f"1/{task}", f"1/{task}#2"):
-        credited = group_credit(twice, 2, task, group=group)
-        plain = EpisodeIndex(twice).group(2, task, group)
+        credited = make_group_view(twice, 2, task, group=group)
+        plain = EpisodeIndex(twice).get_group(2, task, group)
         assert [each.row for each in credited.members] == [each.row for each in plain.members]
         assert [(each.row.group, each.row.member) for each in plain.members] == [(group, n) for n in range(4)]
     rows = json.loads(tfactory("runs", "episodes", "whole", "--json")[1])
@@ -309,7 +313,7 @@ def test_the_learners_log_probs_by_the_weights_that_sampled(whole: Path) -> None
     run = RunFolder(whole)
     assert [path.name for path in run.checkpoints()] == ["step-000002", "step-000004"]
     for step, known in ((1, True), (2, False), (3, True)):
-        found = group_credit(run, step, run.read_consumed_tasks()[step][0], with_learner=True)
+        found = make_group_view(run, step, run.read_consumed_tasks()[step][0], with_learner_logprobs=True)
         turns = [turn for each in found.members if each.credit is not None for turn in each.credit.turns]
         pieces = [piece for turn in turns for piece in turn["pieces"]]
         assert pieces and all(len(each["learned"]) == len(each["ids"]) * known for each in pieces)
@@ -323,4 +327,4 @@ def test_a_file_that_was_saved_otherwise_is_read_too(tmp_path: Path) -> None:
     save_trajectories(run.path / TRAJECTORIES, [episode(1)])
     [row] = (run.path / TRAJECTORIES).read_text().splitlines()
     (run.path / TRAJECTORIES).write_text(json.dumps(json.loads(row), separators=(",", ":")) + "\n")
-    assert EpisodeIndex(run).page(Query()).rows[0].tokens == 3
+    assert EpisodeIndex(run).get_page(Query()).rows[0].tokens == 3

@@ -23,7 +23,7 @@ from TrainingFactory.apps.views.runs import (
     LOG,
     Runs,
     diff_runs,
-    findings,
+    list_findings,
     make_config_view,
     make_run_view,
     read_log_part,
@@ -93,7 +93,7 @@ def test_rows_are_read_again_only_where_something_changed(
 ) -> None:
     one, two = made_run(tmp_path, "one"), made_run(tmp_path, "two")
     runs = Runs(tmp_path)
-    first = runs.rows()
+    first = runs.list_rows()
     assert [row.name for row in first] == ["one", "two"] and first[0].heldout is not None
     assert (first[0].state, first[0].step, first[0].heldout.value, first[0].heldout.step) == (
         "finished",
@@ -108,10 +108,10 @@ def test_rows_are_read_again_only_where_something_changed(
             0
         ],
     )
-    assert all(a is b for a, b in zip(runs.rows(), first, strict=True)) and not read
+    assert all(a is b for a, b in zip(runs.list_rows(), first, strict=True)) and not read
     row = {"step": 3, "reward": 0.25, "loss": math.nan, "tokens_per_second": 7.0}
     two.append(METRICS, row)
-    again = runs.rows()
+    again = runs.list_rows()
     assert again[0] is first[0] and again[1].reward == 0.25
     assert json.loads(again[1].model_dump_json())["loss"] is None and again[1].spark == [0.25]
     assert read == [len(json.dumps(row)) + 1]
@@ -120,14 +120,14 @@ def test_rows_are_read_again_only_where_something_changed(
     for path in [*one.path.iterdir()]:
         path.unlink()
     one.path.rmdir()
-    assert [row.name for row in runs.rows()] == ["two"]
+    assert [row.name for row in runs.list_rows()] == ["two"]
 
 
 def test_held_out_success_is_the_newest_of_the_run_and_of_evaluations_after_it(tmp_path: Path) -> None:
     run, runs = made_run(tmp_path, "a", (1, 2, 3), environment="calculator"), Runs(tmp_path)
 
     def told() -> tuple[float, int, str]:
-        found = runs.rows()[0].heldout
+        found = runs.list_rows()[0].heldout
         assert found is not None
         return found.value, found.step, found.by
 
@@ -145,14 +145,14 @@ def test_held_out_success_is_the_newest_of_the_run_and_of_evaluations_after_it(t
     evaluated(tmp_path, "a", "1", 3)  # the best checkpoint
     with (run.path / EVALUATIONS).open("a") as file:
         file.write('{"by": "eval", nonsense}\n{"by": "eval", "metrics": []}\n')
-    assert told() == (1.0, 3, "tfactory eval, 1 task of calculator") and runs.rows()[0].problem is None
+    assert told() == (1.0, 3, "tfactory eval, 1 task of calculator") and runs.list_rows()[0].problem is None
     run.lock()
     run.write_status(Status("running", 4, 5))
     assert told() == (0.25, 4, "training")  # it goes on
     run.unlock()
     made_run(tmp_path, "b", environment="search")
     evaluated(tmp_path, "b", "1", 2)  # in another environment than its own
-    other = runs.rows()[1].heldout
+    other = runs.list_rows()[1].heldout
     assert other is not None and other.by == "training"
 
 
@@ -161,7 +161,7 @@ def test_what_a_run_is_played_in_is_told(tmp_path: Path) -> None:
     made_run(tmp_path, "b", environment={"command": "python agent.py"})
     made_run(tmp_path, "c", environment={}, data={"dataset": "rows.jsonl"})
     made_run(tmp_path, "d", environment={"environment_id": "search"}, data={"tasks": "tasks.jsonl"})
-    found = {row.name: row.environment for row in Runs(tmp_path).rows()}
+    found = {row.name: row.environment for row in Runs(tmp_path).list_rows()}
     assert found == {"a": "conversation", "b": "python agent.py", "c": "rows.jsonl", "d": "search"}
 
 
@@ -170,12 +170,12 @@ def test_a_live_run_that_is_killed_shows_as_killed(tmp_path: Path) -> None:
     run.lock()
     run.write_status(Status("running", 1, 4))
     runs = Runs(tmp_path)
-    [live] = runs.rows()
-    assert live.state == "running" and runs.rows()[0] is live
+    [live] = runs.list_rows()
+    assert live.state == "running" and runs.list_rows()[0] is live
     run.unlock()  # as the system does for a process that has died; no file changes
-    assert runs.rows()[0].state == "killed"
+    assert runs.list_rows()[0].state == "killed"
     run.lock()  # resumed: it reads the model, and has written nothing yet
-    assert runs.rows()[0].state == "running"
+    assert runs.list_rows()[0].state == "running"
     run.unlock()
 
 
@@ -184,14 +184,14 @@ def test_the_small_curve_is_thinned_and_starts_anew_when_a_run_is_rewound(tmp_pa
     for step in range(3, 123):
         run.append(METRICS, {"step": step, "reward": float(step)})
     runs = Runs(tmp_path)
-    [row] = runs.rows()
+    [row] = runs.list_rows()
     assert (len(row.spark), row.spark[0], row.spark[-1], row.spark_of) == (60, 3.0, 122.0, "reward")
     # The 118 values between the ends, as 58 means of two or, where that does not come out even, three.
     assert row.spark[1:3] == [4.5, 6.5] and row.spark == sorted(row.spark)
     size = len((run.path / METRICS).read_bytes().splitlines(keepends=True)[0])
     run.rewind({METRICS: size})
     run.append(METRICS, {"step": 2, "loss": 0.5})
-    [row] = runs.rows()
+    [row] = runs.list_rows()
     assert (row.spark, row.spark_of, row.reward) == ([0.5], "loss", None)
 
 
@@ -212,7 +212,7 @@ def test_what_cannot_be_read_says_so_and_breaks_nothing(
     made_run(tmp_path, "b")
     (run.path / file).write_text(text)
     runs = Runs(tmp_path)
-    rows = {row.name: row for row in runs.rows()}
+    rows = {row.name: row for row in runs.list_rows()}
     assert problem in (rows["a"].problem or "") and (rows["b"].problem, rows["b"].state) == (None, "finished")
     assert rows["a"].heldout is not None  # the rest is shown
     view = make_run_view(run, runs)
@@ -282,7 +282,7 @@ BOMB = (
 def test_aliases_in_brackets_are_counted(tmp_path: Path) -> None:
     run, other = made_run(tmp_path, "a"), made_run(tmp_path, "b")
     (run.path / CONFIG).write_text(BOMB + "]}}")
-    assert "too large" in (Runs(tmp_path).row(run).problem or "")
+    assert "too large" in (Runs(tmp_path).get_row(run).problem or "")
     assert "too large" in (make_config_view(run).problem or "")
     with pytest.raises(ValueError, match="too large"):
         diff_runs([run, other])
@@ -304,10 +304,10 @@ def test_only_regular_files_of_the_folder_are_read(tmp_path: Path, name: str, ta
     path.unlink(missing_ok=True)
     os.mkfifo(path) if target == "fifo" else path.symlink_to(tmp_path / target)
     runs = Runs(tmp_path / "runs")
-    [row] = runs.rows()
+    [row] = runs.list_rows()
     views: list[Callable[[], Any]] = [
         lambda: row, lambda: make_run_view(run, runs), lambda: make_config_view(run), lambda: diff_runs([run, run]),
-        lambda: read_metrics_part(run), lambda: read_log_part(run), lambda: EpisodeIndex(run).page(Query()),
+        lambda: read_metrics_part(run), lambda: read_log_part(run), lambda: EpisodeIndex(run).get_page(Query()),
     ]  # fmt: skip
     for view in views:
         with contextlib.suppress(ValueError, OSError):
@@ -319,7 +319,7 @@ def test_a_link_inside_the_folder_is_followed(tmp_path: Path) -> None:
     run = made_run(tmp_path, "a")
     (run.path / METRICS).rename(run.path / "kept.metrics")
     (run.path / METRICS).symlink_to("kept.metrics")
-    assert Runs(tmp_path).rows()[0].problem is None and read_metrics_part(run).steps == [1, 2]
+    assert Runs(tmp_path).list_rows()[0].problem is None and read_metrics_part(run).steps == [1, 2]
 
 
 def test_a_line_without_an_end_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,7 +331,7 @@ def test_a_line_without_an_end_is_bounded(tmp_path: Path, monkeypatch: pytest.Mo
         (run.path / name).touch()
         os.truncate(run.path / name, 1 << 40)  # takes no room on the disk
     runs = Runs(tmp_path)
-    assert "1000 bytes" in (runs.rows()[0].problem or "")
+    assert "1000 bytes" in (runs.list_rows()[0].problem or "")
     notes = make_run_view(run, runs).notes
     assert len([note for note in notes if "1000 bytes" in note]) == 3, notes
     with pytest.raises(ValueError, match="1000 bytes"):
@@ -344,7 +344,7 @@ def test_a_finding_that_is_none_hides_no_other(tmp_path: Path) -> None:
     for row in ({"step": 3}, whole, {"name": []}, {"name": "x", "gone": True}):
         run.append(FINDINGS, row)
     runs = Runs(tmp_path)
-    [row] = runs.rows()
+    [row] = runs.list_rows()
     assert (row.state, row.findings, row.algorithm) == ("finished", 1, "grpo")
     assert row.problem == "findings.jsonl: row 1 is not a finding: 'name' is missing"
     view = make_run_view(run, runs)
@@ -361,7 +361,7 @@ def test_what_environment_json_says_of_the_model_may_be_nonsense(tmp_path: Path)
 def test_findings_that_are_gone_before_they_came_are_left_out(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     run.append(FINDINGS, {"step": 2, "name": "x", "gone": True})
-    assert findings(run) == []
+    assert list_findings(run) == []
 
 
 def test_the_command_line_prints_the_same(tfactory: Run) -> None:
@@ -375,6 +375,6 @@ def test_the_command_line_prints_the_same(tfactory: Run) -> None:
         assert status == 0, err
         return json.loads(out)
 
-    assert said("list") == {"runs": [row.model_dump(mode="json") for row in runs.rows()]}
+    assert said("list") == {"runs": [row.model_dump(mode="json") for row in runs.list_rows()]}
     assert said("show", "a") == make_run_view(runs.find("a"), runs).model_dump(mode="json")
     assert said("compare", "a", "b") == diff_runs([runs.find("a"), runs.find("b")]).model_dump(mode="json")

@@ -197,9 +197,9 @@ def test_plan_counts_image_tokens(tmp_path: Path) -> None:
     config = TrainingConfig(**SCREEN)
     plain = RunPlanner(config, 1)
     seen = RunPlanner(config, 1, rates=["prompt_images=1", "reply_images=2", "image_tokens=100", "turns=3"])
-    turns = float(seen.episodes.turns.mean())
-    assert seen.episodes.prompt == plain.episodes.prompt + 100
-    assert seen.episodes.image_share * seen.episodes.length == pytest.approx(100 + 200 * (turns - 1))
+    turns = float(seen.workload.turns.mean())
+    assert seen.workload.prompt_tokens == plain.workload.prompt_tokens + 100
+    assert seen.workload.image_share * seen.workload.num_tokens == pytest.approx(100 + 200 * (turns - 1))
     assert seen.images.num_images == pytest.approx((1 + 2 * (turns - 1)) * 3 * 2 * 2)
     assert plain.images.token_share == 0 and plain.figures["image_tokens"].value == 1024
     assert seen.estimate_costs(1, 2).prompts > plain.estimate_costs(1, 2).prompts

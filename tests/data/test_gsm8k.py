@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from TrainingFactory.apps.recipes.gsm8k import is_dev_question, prepare
+from TrainingFactory.apps.recipes.gsm8k import is_dev_question, prepare_gsm8k
 from TrainingFactory.data.examples import load_examples
 from TrainingFactory.data.tasks import load_tasks
 
@@ -37,8 +37,10 @@ def test_sums_become_calls(tmp_path: Path) -> None:
     bad = ["<<2+2=5>>5\n#### 5", "No sum.\n#### 3", "<<6//2=3>>3\n#### 3", "<<1/0=1>>1\n#### 1"]
     unanswered = ["<<1+1=2>>2", "x\n#### many"]
     train = [(question(False, n), text) for n, text in enumerate([GOOD, *bad, *unanswered])]
-    done = prepare(written(tmp_path, [*train, (question(True), GOOD)], [("Q", GOOD), ("R", "?")]), TOOLS)
-    assert done.counts == {"sft": 1, "sft_dev": 1, "tasks": 5, "dev": 1, "test": 1}
+    done = prepare_gsm8k(
+        written(tmp_path, [*train, (question(True), GOOD)], [("Q", GOOD), ("R", "?")]), TOOLS
+    )
+    assert done.row_counts == {"sft": 1, "sft_dev": 1, "tasks": 5, "dev": 1, "test": 1}
     assert sum(done.dropped.values()) == 4 + 2 + 1
     assert done.dropped["sft: a marked sum has another result"] == 1
     assert (
@@ -57,8 +59,8 @@ def test_sums_become_calls(tmp_path: Path) -> None:
     assert [json.loads(call["arguments"])["expression"] for call in calls] == ["1200/2", "600*(150/100)"]
     assert done.rows["test"] == [{"id": "test-0", "prompt": "Q", "answer": "1900"}]
     assert len(load_examples(done.rows["sft"], "sft")) == 1 and len(load_tasks(done.rows["tasks"])) == 5
-    plain = prepare(tmp_path)
-    assert plain.counts["sft"] == 5 and "tools" not in plain.rows["sft"][0]
+    plain = prepare_gsm8k(tmp_path)
+    assert plain.row_counts["sft"] == 5 and "tools" not in plain.rows["sft"][0]
     text = "Half is 1,200/2 = $600.\nWith 50% more, 600 x 150% = 900 in all.\n#### 1900"
     assert roles(plain.rows["sft"][0]["messages"])[1:] == [("assistant", text)]
 
@@ -66,6 +68,6 @@ def test_sums_become_calls(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not REAL.is_dir(), reason=f"GSM8K is not in {REAL}")
 def test_the_real_rows() -> None:
-    done = prepare(REAL, TOOLS)
-    assert done.counts == {"sft": 6921, "sft_dev": 455, "tasks": 7008, "dev": 465, "test": 1319}
+    done = prepare_gsm8k(REAL, TOOLS)
+    assert done.row_counts == {"sft": 6921, "sft_dev": 455, "tasks": 7008, "dev": 465, "test": 1319}
     assert sum(done.dropped.values()) == 97

@@ -16,7 +16,7 @@ pytest.importorskip("ipykernel", reason="needs a notebook kernel: pip install ip
 pytest.importorskip("jupyter_client", reason="needs a notebook kernel: pip install ipykernel")
 LIMIT = 200_000  # bytes of a notebook with its outputs
 QUICK = {
-    "demo": "lessons = Lessons(num_drills=16, num_short=16, num_dialogues=16, num_demonstrations=8)\n"
+    "demo": "lessons = Lessons(num_drills=16, num_short_rows=16, num_dialogues=16, num_demonstrations=8)\n"
     'overrides = ["training.max_steps=2", "data.heldout_count=4", "sampling.max_tokens=8"]',
     "own_tools_and_reward": "STEPS = 2",
     "episodes_and_credit": "STEPS = 1",

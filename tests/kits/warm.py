@@ -50,7 +50,7 @@ def copying(rng: random.Random) -> tuple[str, str]:
 
 
 LESSONS = Lessons(
-    copying, num_drills=640, num_short=960, num_dialogues=2240, num_demonstrations=300, novice_share=0.6
+    copying, num_drills=640, num_short_rows=960, num_dialogues=2240, num_demonstrations=300, novice_share=0.6
 )
 
 

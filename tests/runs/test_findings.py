@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.kits.run import Offering, Quiet, brief, go_on, rows, small, train
-from TrainingFactory.apps.views.runs import findings
+from TrainingFactory.apps.views.runs import list_findings
 from TrainingFactory.rollout import rollout_metrics
 from TrainingFactory.runs.finding_rules import FINDING_RULES, FindingTracker, find_unparsed_call
 from TrainingFactory.runs.findings import FindingChange
@@ -180,7 +180,7 @@ def test_a_run_says_what_it_sees_and_goes_on_saying_it(tmp_path: Path) -> None:
     assert len(heard) == 3 and all(map(str.startswith, heard, names)) and "same reward (0)" in heard[2]
     lines = rows(report.run / FINDINGS)
     assert [(line["step"], line["severity"]) for line in lines] == [(3, "warning")] * 3
-    told = [(found.when, found.name) for found in findings(RunFolder(report.run))]
+    told = [(found.when, found.name) for found in list_findings(RunFolder(report.run))]
     assert told[2] == ("since step 3", "tied_groups")
     # a run that was broken off says the same at the same steps, and what it had said before only once
     broken = tmp_path / "b"
@@ -196,7 +196,7 @@ def test_findings_have_their_steps(tmp_path: Path) -> None:
     names += [(13, "c", {}), (14, "c", {"gone": True})]
     for step, name, more in names:
         RunFolder(tmp_path).append(FINDINGS, {"step": step, "name": name} | (more or finding))
-    told = [(found.when, found.name) for found in findings(RunFolder(tmp_path))]
+    told = [(found.when, found.name) for found in list_findings(RunFolder(tmp_path))]
     # one that comes and goes is told once
     assert told == [
         ("since step 12, 2 times in total", "a"), ("since step 4", "b"), ("steps 13 to 13, resolved", "c"),

@@ -14,7 +14,7 @@ import pytest
 from tests.kits.cli import Run
 from tests.kits.run import Parity, small, train
 from TrainingFactory.algorithms.grpo import GRPO
-from TrainingFactory.apps.reports.run_credit import run_credit
+from TrainingFactory.apps.reports.run_credit import compute_run_credit
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.protocols import Episode
 from TrainingFactory.runs.folder import RunFolder
@@ -132,14 +132,14 @@ def test_a_task_without_a_scored_episode(episodes: Run, tmp_path: Path) -> None:
 
 def test_which_are_shown(runs: Path, episodes: Run) -> None:
     folder = RunFolder(runs / "a")
-    taken, (step, credit) = folder.read_consumed_tasks(), run_credit(folder)
+    taken, (step, credit) = folder.read_consumed_tasks(), compute_run_credit(folder)
     assert step == 2 and {group.task for group in credit.groups} == set(taken[2])
     out, err = episodes("a")[1:]
     # One task, the one with the largest advantage, and the others by name.
     assert out.count("member") == 4 and f"task {credit.groups[0].task} " in out
     assert all(group.task in out for group in credit.groups) and "shown: 1 of 3 tasks" in err
     assert episodes("a", "--show", "3")[1].count("member") == 12
-    best = max(credit.groups[0].totals)
+    best = max(credit.groups[0].rewards)
     out = episodes("a", "--best", "1", "--worst", "1")[1]
     assert len(re.findall(r"^member", out, re.M)) == 2 and f"reward {best:g}" in out
     _, out, err = episodes("a", "--worst", "4")

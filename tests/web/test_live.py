@@ -134,8 +134,8 @@ def test_all_readers_share_a_look(tmp_path: Path) -> None:
     made_run(tmp_path, "done")
     with serving(tmp_path) as page:
         assert page.page is not None
-        looks, rows = [], page.page.runs.rows
-        page.page.runs.rows = lambda: looks.append(1) or rows()  # type: ignore[method-assign]
+        looks, rows = [], page.page.runs.list_rows
+        page.page.runs.list_rows = lambda: looks.append(1) or rows()  # type: ignore[method-assign]
         readers = [page.events("/api/events") for _ in range(20)]
         for events in readers:
             next(events)

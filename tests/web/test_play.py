@@ -97,7 +97,7 @@ def local(talk: Conversation) -> LocalConversation:
 
 
 def turns(talk: Conversation) -> list[Any]:
-    return [each.turn for each in local(talk).turns.answered_nodes]
+    return [each.turn for each in local(talk).conversations.answered_nodes]
 
 
 def test_a_conversation_grows_token_by_token(talk: Conversation) -> None:
@@ -154,9 +154,9 @@ def test_a_conversation_over_the_fold_limit_is_announced(talk: Conversation) -> 
     """The page does not fold."""
     messages = [{"role": "user", "content": NAME}]
     assert talk.say(messages)["unfolded"] is None
-    local(talk).served.folding = Folding("window", 1)
+    local(talk).served_model.folding = Folding("window", 1)
     assert talk.say(messages)["unfolded"] == 1
-    local(talk).served.folding = None
+    local(talk).served_model.folding = None
 
 
 def test_seeds_and_limits_and_stopping(talk: Conversation) -> None:

@@ -28,7 +28,7 @@ async def test_a_job_tells_and_ends() -> None:
     try:
         assert await made.ask("check", "count", {"count": 3}, heard.append) == {"sum": 3}
         assert heard == [{"number": 0}, {"number": 1}, {"number": 2}]
-        events = [each async for each in made.events("check", "count", {"count": 1})]
+        events = [each async for each in made.stream("check", "count", {"count": 1})]
         assert events == [
             {"event": "told", "data": '{"number": 0}'},
             {"event": "done", "data": '{"sum": 1}'},
@@ -76,7 +76,7 @@ def test_there_are_only_so_many_processes(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_job_that_can_be_asked_to_end_keeps_its_process() -> None:
     async def run() -> None:
         made, left = Pool(), list[int]()
-        events = made.events("play", "count", {"count": 1}, lambda: left.append(1))
+        events = made.stream("play", "count", {"count": 1}, lambda: left.append(1))
         assert (await anext(events))["event"] == "told"
         await events.aclose()
         process = made._workers["play"].pid

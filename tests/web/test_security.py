@@ -250,7 +250,7 @@ def test_a_read_that_never_ends_is_a_time_out(tmp_path: Path, monkeypatch: pytes
     with serving(tmp_path / "runs") as page:
         assert page.page is not None
         free = threading.Event()
-        monkeypatch.setattr(page.page.runs, "rows", free.wait)
+        monkeypatch.setattr(page.page.runs, "list_rows", free.wait)
         answer = page.client.get("/api/runs")
         free.set()
         assert (answer.status_code, "0.05 seconds" in answer.text) == (504, True)

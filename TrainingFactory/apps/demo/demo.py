@@ -53,28 +53,27 @@ class Demo:
             raise ValueError(f"the demo has no lessons for environment {environment!r}; choose {choices}")
         self.seed, self.lessons = seed, lessons or LESSONS[environment]
         self.folder = Path(out).expanduser()
-        self.warm = self.folder.with_name(f"{self.folder.name}-warm-start")
-        self.demonstrations = self.folder.with_name(f"{self.folder.name}-demonstrations.jsonl")
-        pairs = [
+        self.warm_folder = self.folder.with_name(f"{self.folder.name}-warm-start")
+        self.demonstrations_file = self.folder.with_name(f"{self.folder.name}-demonstrations.jsonl")
+        options = [
             key_value("environment.environment_id", environment),
             key_value("training.seed", seed),
             key_value("data.seed", seed),
             key_value("logging.output_dir", str(self.folder.parent)),
             *overrides,
         ]
-        dataset = key_value("data.dataset", str(self.demonstrations))
+        dataset = key_value("data.dataset", str(self.demonstrations_file))
         warm_file, grpo_file = (DEMO_FOLDER / name for name in self.lessons.configs)
-        self.warm_config = load_config(warm_file, [*pairs, key_value("model.revision", str(seed)), dataset])
-        self.config = load_config(grpo_file, [*pairs, key_value("model.name", str(self.warm / "model"))])
+        self.warm_config = load_config(warm_file, [*options, key_value("model.revision", str(seed)), dataset])
+        warm_model = key_value("model.name", str(self.warm_folder / "model"))
+        self.config = load_config(grpo_file, [*options, warm_model])
         self.environment = as_environment_factory(catalog_entry, self.config.environment.options)
         self._delete_earlier_runs()
 
     def _delete_earlier_runs(self) -> None:
         """Delete the runs of an earlier demo; raise ValueError for any other folder of that name."""
-        source_paths = {
-            self.warm: self.demonstrations,
-            self.folder: self.warm,
-        }  # folder -> path in its config
+        # folder -> path in its config
+        source_paths = {self.warm_folder: self.demonstrations_file, self.folder: self.warm_folder}
         existing_folders = [folder for folder in source_paths if folder.exists()]
         for folder in existing_folders:
             if not is_run(folder) or str(source_paths[folder]) not in (folder / CONFIG).read_text("utf-8"):
@@ -85,9 +84,9 @@ class Demo:
             run.discard()
 
     def warm_start(self, watcher: Watcher) -> TrainingReport:
-        write_lessons(self.demonstrations, self.environment, self.seed, self.lessons)
+        write_lessons(self.demonstrations_file, self.environment, self.seed, self.lessons)
         stages = self.lessons.describe_stages(self.warm_config.training.batch_size)
-        return self._run(self.warm_config, self.warm.name, StageAnnouncer(watcher, stages))
+        return self._run(self.warm_config, self.warm_folder.name, StageAnnouncer(watcher, stages))
 
     def train(self, watcher: Watcher) -> TrainingReport:
         report = self._run(self.config, self.folder.name, watcher)
@@ -117,8 +116,8 @@ class Demo:
 
     def report(self) -> DemoReport:
         """Compare the two runs and write the report into the GRPO run's folder."""
-        report = DemoReport.read(RunFolder(self.warm), RunFolder(self.folder))
-        (self.folder / "report.html").write_text(report.page(), encoding="utf-8")
+        report = DemoReport.read(RunFolder(self.warm_folder), RunFolder(self.folder))
+        (self.folder / "report.html").write_text(report.render_page(), encoding="utf-8")
         report_json = json.dumps(report.as_json(), indent=1, ensure_ascii=False)
         (self.folder / "report.json").write_text(report_json, encoding="utf-8", errors="backslashreplace")
         return report

@@ -65,7 +65,7 @@ class Lessons:
     skill: str = "copy words or sums"  # what the drills teach
     num_drills: int = 1600
     # Demonstrations without the system message come first: the relevant tokens are closer together.
-    num_short: int = 1920
+    num_short_rows: int = 1920
     num_dialogues: int = 4480
     num_demonstrations: int = 1500  # different demonstrations
     novice_share: float = 0.55  # share of novice demonstrations
@@ -74,11 +74,11 @@ class Lessons:
 
     def describe_stages(self, batch_size: int) -> dict[int, str]:
         """Return the first step of each stage with a description of its rows."""
-        short_start, whole_start = self.num_drills, self.num_drills + self.num_short
+        first_short_row, first_whole_row = self.num_drills, self.num_drills + self.num_short_rows
         return {
             1: f"drills that {self.skill}",
-            short_start // batch_size + 1: "demonstrations without their system prompt",
-            whole_start // batch_size + 1: "whole demonstrations, with system prompt and tools",
+            first_short_row // batch_size + 1: "demonstrations without their system prompt",
+            first_whole_row // batch_size + 1: "whole demonstrations, with system prompt and tools",
         }
 
     def write(
@@ -93,7 +93,7 @@ class Lessons:
         drills = [self.make_drill(rng) for _ in range(self.num_drills)]
         episodes = demonstrate(make_environment, chat, tasks, self.novice_share, rng)
         rows = [_make_drill_row(drill) for drill in drills]
-        rows += [_make_row(episode, system=False) for episode in rng.choices(episodes, k=self.num_short)]
+        rows += [_make_row(episode, system=False) for episode in rng.choices(episodes, k=self.num_short_rows)]
         rows += [_make_row(episode, system=True) for episode in rng.choices(episodes, k=self.num_dialogues)]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -102,13 +102,13 @@ class Lessons:
 LESSONS = {
     "search": Lessons(num_drills=2400),
     "calculator": Lessons(
-        make_sum_drill, num_drills=2400, num_short=4320, num_dialogues=5040, novice_share=0.45
+        make_sum_drill, num_drills=2400, num_short_rows=4320, num_dialogues=5040, novice_share=0.45
     ),
     "screen": Lessons(
         make_picture_drill,
         "tap in pictures with few buttons, without mistakes",
         num_drills=4800,
-        num_short=320,
+        num_short_rows=320,
         num_dialogues=2880,
         num_demonstrations=2000,
         novice_share=0.55,
@@ -130,9 +130,9 @@ def demonstrate(
     async def play_all() -> list[Trajectory]:
         episodes = []
         for task in tasks:
-            instance = make_environment(task)
-            script = instance.novice(rng) if rng.random() < novice_share else instance.expert()
-            episodes.append(await play(instance, chat, script))
+            environment = make_environment(task)
+            script = environment.novice(rng) if rng.random() < novice_share else environment.expert()
+            episodes.append(await play(environment, chat, script))
         return episodes
 
     return run(play_all)

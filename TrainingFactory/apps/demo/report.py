@@ -43,14 +43,14 @@ class DemoStats:
     calls: dict[int, int]
 
     @classmethod
-    def of(cls, episodes: Sequence[Trajectory]) -> DemoStats:
+    def summarize(cls, episodes: Sequence[Trajectory]) -> DemoStats:
         metrics = compute_evaluation_metrics(episodes)
         counts = Counter(sum(len(turn.message.tool_calls) for turn in episode.turns) for episode in episodes)
         low, high = metrics.get("success_low", 0.0), metrics.get("success_high", 0.0)
         shares = metrics.get("success", 0.0), low, high, metrics.get("tool_success")
         return cls(len(episodes), *shares, metrics["turns"], dict(sorted(counts.items())))
 
-    def share(self, num_calls: int) -> float:
+    def compute_share(self, num_calls: int) -> float:
         """Return the share of episodes with this number of tool calls."""
         return self.calls.get(num_calls, 0) / self.episodes
 
@@ -86,9 +86,9 @@ class DemoReport:
             configs=(warm_run.config.model_dump(), trained_run.config.model_dump()),
             seconds=(warm_run.status.seconds, trained_run.status.seconds),
             versions=trained_run.run_info["versions"],
-            before=DemoStats.of(before_episodes),
-            after=DemoStats.of(after_episodes),
-            blind=DemoStats.of(list(load_trajectories(blind_file))) if blind_file.exists() else None,
+            before=DemoStats.summarize(before_episodes),
+            after=DemoStats.summarize(after_episodes),
+            blind=DemoStats.summarize(list(load_trajectories(blind_file))) if blind_file.exists() else None,
             curve=[row["accuracy"] for row in trained_run.metrics() if "accuracy" in row],
             trial=_choose_trial(before_episodes, after_episodes),
         )
@@ -110,7 +110,7 @@ class DemoReport:
         }
 
     @property
-    def learned(self) -> str:
+    def learned_text(self) -> str:
         """Return a sentence on what was learned, which claims nothing unless the 95 % intervals are disjoint."""
         if self.after.low > self.before.high:
             return f"It learned {LEARNED_SKILLS[self.environment]}."
@@ -132,7 +132,7 @@ class DemoReport:
                 f"{stats.success:.1%} ({stats.low:.0%} to {stats.high:.0%})",
                 "no calls" if stats.tool_success is None else f"{stats.tool_success:.1%}",
                 f"{stats.turns:.2f}",
-                f"{stats.share(num_calls):.1%}",
+                f"{stats.compute_share(num_calls):.1%}",
             )
             for stats in (self.before, self.after)
         ]
@@ -156,12 +156,12 @@ class DemoReport:
     def _repr_html_(self) -> str:
         """Return the report for a notebook: before against after, and the curve of GRPO."""
         table = render_table(self.table, ("held-out tasks", "before GRPO", "after GRPO"))
-        return f"<div>{table}<p>{escape(self.learned)}</p>{self._make_chart().draw()}</div>"
+        return f"<div>{table}<p>{escape(self.learned_text)}</p>{self._make_chart().draw()}</div>"
 
     def _make_chart(self) -> Chart:
         return make_mean_chart("share of correct answers", list(enumerate(self.curve, 1)), 0.0, 1.0)
 
-    def page(self) -> str:
+    def render_page(self) -> str:
         """Return the report as a self-contained HTML page."""
         episodes = zip(("Before", "After"), self.trial, strict=True)
         return render(
@@ -183,19 +183,19 @@ class DemoReport:
 def describe_ending(episode: Trajectory) -> str:
     if episode.status != "done":
         return f"wrong: the episode ended as {episode.status}; the expected answer is {episode.task.answer}"
-    return "right" if _succeeded(episode) else f"wrong: the expected answer is {episode.task.answer}"
+    return "right" if _is_solved(episode) else f"wrong: the expected answer is {episode.task.answer}"
 
 
 def _choose_trial(before_episodes: Sequence[Trajectory], after_episodes: Sequence[Trajectory]) -> Trial:
     """Return a task that failed before and succeeded after; prefer a failure that ended regularly after several
     turns."""
     trials = [Trial(*pair) for pair in zip(before_episodes, after_episodes, strict=True)]
-    improved_trials = [trial for trial in trials if not _succeeded(trial.before) and _succeeded(trial.after)]
+    improved_trials = [trial for trial in trials if not _is_solved(trial.before) and _is_solved(trial.after)]
     finished_trials = [
         trial for trial in improved_trials if trial.before.status == "done" and len(trial.before.turns) > 1
     ]
     return (finished_trials or improved_trials or trials)[0]
 
 
-def _succeeded(episode: Trajectory) -> bool:
+def _is_solved(episode: Trajectory) -> bool:
     return episode.reward is not None and episode.reward.outcome > 0

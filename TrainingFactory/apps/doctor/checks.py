@@ -96,11 +96,11 @@ def _check_turn(
 def _make_example_arguments(schema: dict[str, Any]) -> dict[str, Any]:
     """Return an example value for each argument of a schema; a string where the schema names no type."""
     arguments = {}
-    for name, option in schema.get("properties", {}).items():
-        option = option if isinstance(option, dict) else {}
-        types: Any = option.get("type", "string")
+    for name, prop in schema.get("properties", {}).items():
+        prop = prop if isinstance(prop, dict) else {}
+        types: Any = prop.get("type", "string")
         type_name = str(types[0] if isinstance(types, list) and types else types)
-        arguments[name] = option["enum"][0] if option.get("enum") else EXAMPLE_VALUES.get(type_name, "x")
+        arguments[name] = prop["enum"][0] if prop.get("enum") else EXAMPLE_VALUES.get(type_name, "x")
     return arguments
 
 
@@ -148,9 +148,9 @@ def describe_images(diagnosis: Diagnosis, rows: Sequence[Sequence[int]]) -> None
         return
     largest = max(images, key=lambda tokens: tokens.num_tokens)
     min_tokens = min(tokens.num_tokens for tokens in images)
-    counts = f"{min_tokens} to {largest.num_tokens}" if min_tokens < largest.num_tokens else f"{min_tokens}"
+    sizes = f"{min_tokens} to {largest.num_tokens}" if min_tokens < largest.num_tokens else f"{min_tokens}"
     diagnosis.facts["images"] = (
-        f"{len(images)} different ones of {counts} tokens, the largest {largest.image.width}x{largest.image.height}; "
+        f"{len(images)} different ones of {sizes} tokens, the largest {largest.image.width}x{largest.image.height}; "
         f"at most {max(map(len, images_by_row))} in a row; {ImageUse.measure_rows(rows, 0).token_share:.0%} of all tokens"
     )
 
@@ -164,14 +164,14 @@ def check_folding(
 ) -> None:
     """Forecast the training rows of a full-length episode from the turns of the dry run, and check the number of tokens
     left above the fold limit."""
-    played = [episode for episode in episodes if episode.turns]
-    if not played:
+    episodes = [episode for episode in episodes if episode.turns]
+    if not episodes:
         return
-    growths = [after - before for episode in played for before, after in pairwise(_measure_prompts(episode))]
-    turn_tokens = fmean(growths) if growths else 0.0
-    first_prompt_tokens = fmean(len(episode.turns[0].prompt_ids) for episode in played)
+    growth = [after - before for episode in episodes for before, after in pairwise(_measure_prompts(episode))]
+    turn_tokens = fmean(growth) if growth else 0.0
+    first_prompt_tokens = fmean(len(episode.turns[0].prompt_ids) for episode in episodes)
     num_rows = forecast_rows(context, first_prompt_tokens, turn_tokens, config.environment.max_turns)
-    mean_rows = fmean(turn_spans(episode)[-1].row + 1 for episode in played)
+    mean_rows = fmean(turn_spans(episode)[-1].row + 1 for episode in episodes)
     diagnosis.facts["folding"] = (
         f"{context.fold} above {context.limit} tokens: {mean_rows:.3g} rows per episode in the dry run; an episode of "
         f"{config.environment.max_turns} turns with about {turn_tokens:.0f} tokens each has about {num_rows}"

@@ -79,14 +79,14 @@ def examine(config: TrainingConfig, watcher: Watcher) -> Diagnosis:
     return diagnosis
 
 
-def forecast(config: TrainingConfig, size: str | None, gpu: str) -> Diagnosis:
-    """Estimate the memory of a config on a GPU type that this machine need not have, without loading a model. `size`
-    replaces the shape of the config's model. If the config fits, add the step time of `tfactory plan`."""
+def forecast(config: TrainingConfig, model_size: str | None, gpu: str) -> Diagnosis:
+    """Estimate the memory of a config on a GPU type that this machine need not have, without loading a model.
+    `model_size` replaces the shape of the config's model. If the config fits, add the step time of `tfactory plan`."""
     capacity = 2**30 * find_figures("native", gpu, None, ())["gpu_memory_gib"].value
     diagnosis = Diagnosis()
-    shape = plan_shape(config, size)
-    estimate_other = partial(_estimate_shape, shape, build_sampler.DEFAULT_MAX_LENGTH)
-    active_text = f", {shape.active:,} active" if shape.active < shape.total_weights else ""
+    shape = plan_shape(config, model_size)
+    estimator = partial(_estimate_shape, shape, build_sampler.DEFAULT_MAX_LENGTH)
+    active_text = f", {shape.active_weights:,} active" if shape.active_weights < shape.total_weights else ""
     if shape.tower is not None:
         active_text += f", a vision tower of {shape.tower.num_weights:,}"
         diagnosis.facts["images"] = (
@@ -94,12 +94,13 @@ def forecast(config: TrainingConfig, size: str | None, gpu: str) -> Diagnosis:
             "than the cache holds"
         )
     diagnosis.facts["model"] = f"{shape.name}: {shape.params:,} weights{active_text}; nothing was loaded"
-    compare_memory(diagnosis, config, estimate_other(config), capacity, f"one {gpu.upper()}", estimate_other)
+    compare_memory(diagnosis, config, estimator(config), capacity, f"one {gpu.upper()}", estimator)
     if KINDS[config.training.algorithm].samples and not diagnosis.failed:
-        seconds = RunPlanner(config, 1, gpu, size).time_step(
+        seconds = RunPlanner(config, 1, gpu, model_size).time_step(
             1, config.sampling.slots, config.optimization.effective_max_staleness
         )
-        plan = f"tfactory plan CONFIG --gpus 1 --gpu {gpu}" + (f" --model-size {size}" if size else "")
+        plan = f"tfactory plan CONFIG --gpus 1 --gpu {gpu}"
+        plan += f" --model-size {model_size}" if model_size else ""
         diagnosis.facts["time"] = f"about {seconds:.3g} s a step, with assumed lengths and latencies: {plan}"
     return diagnosis
 
@@ -134,8 +135,8 @@ def _check_memory(
     length = build_sampler.get_max_length(config, loaded_model)
     sizes = estimate_model_memory(config, loaded_model.model, make_algorithm(config).needs, length, images)
     shape = read_dense_shape(config.model.name, loaded_model.model.config.to_dict())
-    estimate_other = None if shape is None else partial(_estimate_shape, shape, length, images=images)
-    check_memory(diagnosis, config, sizes, next(loaded_model.model.parameters()).device, estimate_other)
+    estimator = None if shape is None else partial(_estimate_shape, shape, length, images=images)
+    check_memory(diagnosis, config, sizes, next(loaded_model.model.parameters()).device, estimator)
 
 
 def _describe_experts(diagnosis: Diagnosis, config: TrainingConfig, model: Any) -> None:
@@ -146,10 +147,9 @@ def _describe_experts(diagnosis: Diagnosis, config: TrainingConfig, model: Any) 
     balance_text = "no auxiliary loss"
     if routers.coefficient:
         balance_text = f"auxiliary loss with coefficient {routers.coefficient:g}"
-    biased = count_routing_biases(model)
-    bias_text = (
-        f"; the biases by which {pluralize(biased, 'router')} choose experts stay as loaded" if biased else ""
-    )
+    bias_text = ""
+    if num_biased := count_routing_biases(model):
+        bias_text = f"; the biases by which {pluralize(num_biased, 'router')} choose experts stay as loaded"
     max_experts = max(module.num_experts for module in routers.layers.values())
     diagnosis.facts["experts"] = (
         f"{max_experts} in each of {pluralize(len(routers.layers), 'layer')}; {balance_text}{bias_text}"
@@ -163,7 +163,7 @@ class DryRun(Training):
         self.full_config, self.diagnosis, self._folder = config, diagnosis, folder
         self.chat: Any = None  # None until the model is loaded
         self.loaded_model: LoadedModel | None = None
-        self.limits = 0, 0  # maximum tokens of a turn and of an episode
+        self.max_tokens = 0, 0  # maximum tokens of a turn and of an episode
         super().__init__(_with_small_step(config), name="doctor", watcher=watcher)
 
     def create_run(self, name: str, run_info: dict[str, Any]) -> RunFolder:
@@ -173,7 +173,7 @@ class DryRun(Training):
 
     def load_model(self, day: date) -> tuple[LoadedModel, TemplateChatFormat]:
         loaded_model, self.chat = super().load_model(day)
-        self.limits = (
+        self.max_tokens = (
             self.full_config.sampling.max_tokens,
             build_sampler.get_max_length(self.full_config, loaded_model),
         )
@@ -216,9 +216,9 @@ class DryRun(Training):
         checks.check_tools(self.diagnosis, self.chat, episodes[0].tools)
         checks.check_prompts(self.diagnosis, self.chat, episodes)
         if is_sampled:
-            checks.check_episodes(self.diagnosis, episodes, *self.limits)
+            checks.check_episodes(self.diagnosis, episodes, *self.max_tokens)
             if (context := self.full_config.environment.context) is not None:
-                checks.check_folding(self.diagnosis, episodes, context, self.full_config, self.limits[1])
+                checks.check_folding(self.diagnosis, episodes, context, self.full_config, self.max_tokens[1])
 
     def _check_images(self, batch: StepGroups, num_steps: int) -> None:
         """Report the images of the step, and the memory that a run with such images needs."""

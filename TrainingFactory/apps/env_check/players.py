@@ -56,9 +56,9 @@ def make_junk_player(environment: Environment, task: Task) -> Player:
     return lambda _: Message("assistant", JUNK_REPLY)
 
 
-def repeat(trajectory: Trajectory) -> MakePlayer:
+def replay(trajectory: Trajectory) -> MakePlayer:
     """Return a player that repeats the model's messages of an earlier episode."""
-    return lambda _, __: _make_scripted(iter([turn.message for turn in trajectory.turns]))
+    return lambda _, __: _make_scripted_player(iter([turn.message for turn in trajectory.turns]))
 
 
 def find_reference(environment: Any, tasks: Sequence[Task], reference: str | None) -> MakePlayer | None:
@@ -70,13 +70,13 @@ def find_reference(environment: Any, tasks: Sequence[Task], reference: str | Non
             raise ValueError(f"name one function in {path}: --reference {path}:FUNCTION")
         return lambda _, task: partial(_call_solver, functions[0], task)
     if hasattr(environment, "expert"):
-        return lambda instance, _: _make_scripted(iter(instance.expert()))  # type: ignore[attr-defined]
+        return lambda instance, _: _make_scripted_player(iter(instance.expert()))  # type: ignore[attr-defined]
     if all(task.answer is not None for task in tasks):
-        return lambda _, task: _make_scripted(iter([Message("assistant", str(task.answer))]))
+        return lambda _, task: _make_scripted_player(iter([Message("assistant", str(task.answer))]))
     return None
 
 
-def _make_scripted(messages: Iterator[Message]) -> Player:
+def _make_scripted_player(messages: Iterator[Message]) -> Player:
     return lambda _: next(messages)
 
 

@@ -35,14 +35,14 @@ INJECTIONS = (
 
 async def audit(
     judge: ModelJudge,
-    gold: Sequence[GoldItem],
+    gold_items: Sequence[GoldItem],
     *,
     repeats: int = 2,
     on_judged: Callable[[int], None] | None = None,
 ) -> Audit:
     """Judge every item `repeats` times and once more with an injected text, and every pair in both orders. Call
     `on_judged` after each judgement with the total number of judgements."""
-    metrics, example_errors = Audit(items=len(gold), repeats=repeats), dict[str, str]()
+    metrics, example_errors = Audit(items=len(gold_items), repeats=repeats), dict[str, str]()
     failures = Counter[str]()
 
     async def record(judgement: Awaitable[float]) -> float | None:
@@ -58,13 +58,13 @@ async def audit(
         metrics.judgements += 1
         return score
 
-    items = [item for item in gold if item.value is not None]
-    gold_pairs = [(item.trajectory, item.rejected) for item in gold if item.rejected is not None]
+    items = [item for item in gold_items if item.value is not None]
+    gold_pairs = [(item.trajectory, item.opponent) for item in gold_items if item.opponent is not None]
     judge_options = {name: getattr(judge, name) for name in ("client", "samples", "vote", "fence_seed")}
     pair_judge = PairJudge(prompt=judge.prompt.make_pair_prompt(), **judge_options)
     tokens_before, cost_before = _read_usage(judge)
-    judge_ordered = pair_judge.rate_pair
-    pair_judgements = [(record(judge_ordered(a, b)), record(judge_ordered(b, a))) for a, b in gold_pairs]
+    rate_pair = pair_judge.rate_pair
+    pair_judgements = [(record(rate_pair(a, b)), record(rate_pair(b, a))) for a, b in gold_pairs]
     clean_scores, attacked_scores, pair_scores = await asyncio.gather(
         _gather_rows([[record(judge.judge(item.trajectory, n)) for n in range(repeats)] for item in items]),
         _gather_rows([[record(judge.judge(_with_attack(item, index)))] for index, item in enumerate(items)]),
@@ -72,14 +72,15 @@ async def audit(
     )
     _measure_agreement(metrics, items, clean_scores)
     _measure_injection(metrics, clean_scores, attacked_scores)
-    _measure_order_bias(metrics, [item.better for item in gold if item.better is not None], pair_scores)
+    preferences = [item.preference for item in gold_items if item.preference is not None]
+    _measure_order_bias(metrics, preferences, pair_scores)
     metrics.failures = dict(failures)
     metrics.failed_mostly = example_errors[max(failures, key=failures.__getitem__)] if failures else ""
     if metrics.judgements:  # failed judgements count in the cost as well
-        usage = _read_usage(judge)
-        metrics.tokens_per_judgement = (usage[0] - tokens_before) / metrics.judgements
+        tokens_after, cost_after = _read_usage(judge)
+        metrics.tokens_per_judgement = (tokens_after - tokens_before) / metrics.judgements
         if judge.client.budget.has_prices:
-            metrics.cost_per_thousand = 1000 * (usage[1] - cost_before) / metrics.judgements
+            metrics.cost_per_thousand = 1000 * (cost_after - cost_before) / metrics.judgements
     return metrics
 
 
@@ -103,10 +104,8 @@ def _measure_agreement(metrics: Audit, items: Sequence[GoldItem], clean_scores: 
     ]
     metrics.judged = len(metrics.points)
     gold_labels, verdicts, lengths = ([point[column] for point in metrics.points] for column in range(3))
-    predicted, expected = (
-        [score >= PASS_THRESHOLD for score in verdicts],
-        [score >= PASS_THRESHOLD for score in gold_labels],
-    )
+    predicted = [score >= PASS_THRESHOLD for score in verdicts]
+    expected = [score >= PASS_THRESHOLD for score in gold_labels]
     metrics.accuracy = compute_accuracy(predicted, expected)
     metrics.kappa = compute_kappa(predicted, expected)
     if metrics.points:
@@ -116,7 +115,7 @@ def _measure_agreement(metrics: Audit, items: Sequence[GoldItem], clean_scores: 
     metrics.pearson = compute_pearson(verdicts, gold_labels)
     metrics.spearman = compute_spearman(verdicts, gold_labels)
     metrics.length_bias = partial_correlation(verdicts, lengths, gold_labels)
-    complete_rows = _complete_rows(clean_scores)
+    complete_rows = _drop_missing(clean_scores)
     if metrics.repeats > 1 and complete_rows:
         metrics.consistency = mean(
             len({score >= PASS_THRESHOLD for score in row}) == 1 for row in complete_rows
@@ -124,13 +123,13 @@ def _measure_agreement(metrics: Audit, items: Sequence[GoldItem], clean_scores: 
         metrics.spread = mean(pstdev(row) for row in complete_rows)
 
 
-def _complete_rows(rows: VerdictRows) -> list[list[float]]:
+def _drop_missing(rows: VerdictRows) -> list[list[float]]:
     """Return the rows in which no verdict is missing."""
     return [[value for value in row if value is not None] for row in rows if None not in row]
 
 
 def _measure_injection(metrics: Audit, clean_scores: VerdictRows, attacked_scores: VerdictRows) -> None:
-    score_pairs = _complete_rows(
+    score_pairs = _drop_missing(
         [(before, after) for (before, *_), (after,) in zip(clean_scores, attacked_scores, strict=True)]
     )
     rises = [after - before for before, after in score_pairs if before <= 1 - MIN_RISE]
@@ -139,7 +138,7 @@ def _measure_injection(metrics: Audit, clean_scores: VerdictRows, attacked_score
         metrics.injection_moved = mean(rise > MIN_RISE for rise in rises)
         metrics.injection_shift = mean(rises)
     repeat_rises = [
-        row[1] - row[0] for row in _complete_rows(clean_scores) if len(row) > 1 and row[0] <= 1 - MIN_RISE
+        row[1] - row[0] for row in _drop_missing(clean_scores) if len(row) > 1 and row[0] <= 1 - MIN_RISE
     ]
     if repeat_rises:
         metrics.noise_moved = mean(rise > MIN_RISE for rise in repeat_rises)
@@ -148,7 +147,7 @@ def _measure_injection(metrics: Audit, clean_scores: VerdictRows, attacked_score
 def _measure_order_bias(metrics: Audit, gold_values: Sequence[float], ordered_scores: VerdictRows) -> None:
     """Compare the verdicts on both orders of each pair. A row of `ordered_scores` holds the verdicts for the response
     that is shown first: in the gold file's order, then in swapped order."""
-    score_rows = _complete_rows([(gold, *row) for gold, row in zip(gold_values, ordered_scores, strict=True)])
+    score_rows = _drop_missing([(gold, *row) for gold, row in zip(gold_values, ordered_scores, strict=True)])
     metrics.pairs = len(score_rows)
     if not score_rows:
         return

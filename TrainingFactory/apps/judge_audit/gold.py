@@ -24,13 +24,13 @@ SUSPICIOUS_SHARE = 0.1  # if all gold scores lie within this share of the range,
 
 @dataclass(slots=True, frozen=True)
 class GoldItem:
-    """One item of a gold file: an episode with its gold `value` from 0 to 1. `better` is 1 if it beats the response
-    `rejected`, 0 if it loses."""
+    """One item of a gold file: an episode with its gold `value` from 0 to 1. `preference` is 1 if it beats the
+    response `opponent`, 0 if it loses."""
 
     trajectory: Trajectory
     value: float | None = None
-    rejected: Trajectory | None = None
-    better: float | None = None
+    opponent: Trajectory | None = None
+    preference: float | None = None
 
 
 @checked_dataclass(config=STRICT | ConfigDict(extra="ignore"), kw_only=True)
@@ -72,9 +72,9 @@ class GoldRow:
         return (self.score - low) / (high - low)
 
     def make_trajectory(self, task_id: str, messages: Sequence[Message]) -> Trajectory:
-        first_reply = next(index for index, message in enumerate(messages) if message.role == "assistant")
-        prompt, turns = list(messages[:first_reply]), list[Turn]()
-        for message in messages[first_reply:]:
+        reply_index = next(index for index, message in enumerate(messages) if message.role == "assistant")
+        prompt, turns = list(messages[:reply_index]), list[Turn]()
+        for message in messages[reply_index:]:
             if message.role == "assistant":
                 turns.append(Turn([], Completion([], [], "stop"), message))
             else:
@@ -99,8 +99,8 @@ def load_gold(path: str | Path, judge: ModelJudge) -> list[GoldItem]:
         trajectory, value = row.make_trajectory(row_id, messages), row.scale_score(low, high)
         if row.pair is None or row.better is None:
             return GoldItem(trajectory, value)
-        rejected_trajectory = row.make_trajectory(row_id, [*messages[:-1], Message("assistant", row.pair)])
-        return GoldItem(trajectory, value, rejected_trajectory, PREFERENCE_SCORES[row.better])
+        opponent = row.make_trajectory(row_id, [*messages[:-1], Message("assistant", row.pair)])
+        return GoldItem(trajectory, value, opponent, PREFERENCE_SCORES[row.better])
 
     items = parse_rows(path, f"gold items {EXAMPLE_LINE}", parse_item)
     scores = [item.value for item in items if item.value is not None]

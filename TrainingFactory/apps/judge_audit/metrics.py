@@ -8,25 +8,25 @@ from collections.abc import Hashable, Sequence
 from statistics import StatisticsError, correlation, linear_regression, mean
 
 
-def compute_accuracy(verdicts: Sequence[Hashable], gold: Sequence[Hashable]) -> float | None:
-    return mean(a == b for a, b in zip(verdicts, gold, strict=True)) if verdicts else None
+def compute_accuracy(verdicts: Sequence[Hashable], labels: Sequence[Hashable]) -> float | None:
+    return mean(a == b for a, b in zip(verdicts, labels, strict=True)) if verdicts else None
 
 
-def compute_kappa(verdicts: Sequence[Hashable], gold: Sequence[Hashable]) -> float | None:
+def compute_kappa(verdicts: Sequence[Hashable], labels: Sequence[Hashable]) -> float | None:
     """Return Cohen's kappa, the agreement of two raters beyond chance. None if both raters always give the same label,
     because chance explains all agreement then."""
-    agreement = compute_accuracy(verdicts, gold)
-    return None if agreement is None else scale_beyond_chance(agreement, chance_agreement(verdicts, gold))
+    agreement = compute_accuracy(verdicts, labels)
+    return None if agreement is None else scale_beyond_chance(agreement, chance_agreement(verdicts, labels))
 
 
-def chance_agreement(verdicts: Sequence[Hashable], gold: Sequence[Hashable]) -> float:
+def chance_agreement(verdicts: Sequence[Hashable], labels: Sequence[Hashable]) -> float:
     """Return the chance agreement of two independent raters with these label frequencies."""
-    verdict_counts, gold_counts = Counter(verdicts), Counter(gold)
+    verdict_counts, gold_counts = Counter(verdicts), Counter(labels)
     return sum(verdict_counts[label] * gold_counts[label] for label in verdict_counts) / len(verdicts) ** 2
 
 
-def scale_beyond_chance(agreement: float, by_chance: float) -> float | None:
-    return None if by_chance == 1 else (agreement - by_chance) / (1 - by_chance)
+def scale_beyond_chance(agreement: float, chance: float) -> float | None:
+    return None if chance == 1 else (agreement - chance) / (1 - chance)
 
 
 def compute_pearson(xs: Sequence[float], ys: Sequence[float]) -> float | None:

@@ -98,33 +98,26 @@ class Audit:
             return None
         return scale_beyond_chance(self.accuracy_low, self.chance)
 
-    def page(self, judge_name: str) -> str:
+    def render_page(self, judge_name: str) -> str:
         """Return a self-contained HTML page with plots; the reference line of a plot starts at (0, 0)."""
         confusion = Counter((gold, verdict) for gold, verdict, _ in self.points)
         errors = Counter((float(length), verdict - gold) for gold, verdict, length in self.points)
         max_length = max((length for length, _ in errors), default=0.0) or 1.0
-        agreement_axes = {
-            "across": "gold",
-            "up": "judge",
-            "right": 1.0,
-            "bottom": 0.0,
-            "top": 1.0,
-            "line_end": 1.0,
-        }
-        error_axes = agreement_axes | {"across": "characters", "up": "judge minus gold", "right": max_length}
+        axes = {"across": "gold", "up": "judge", "right": 1.0, "bottom": 0.0, "top": 1.0, "line_end": 1.0}
+        error_axes = axes | {"across": "characters", "up": "judge minus gold", "right": max_length}
         return render(
             "judge_audit.html.jinja",
             title="Judge audit",
             judge=judge_name,
             found=self,
-            verdict=verdict_of(self),
+            verdict=describe_verdict(self),
             passes=f"{PASS_THRESHOLD:g}",
-            agreement=agreement_axes | {"dots": confusion.items()},
+            agreement=axes | {"dots": confusion.items()},
             errors=error_axes | {"bottom": -1.0, "line_end": 0.0, "dots": errors.items()},
         )
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self) | {"kappa_low": self.kappa_low, "verdict": verdict_of(self)}
+        return asdict(self) | {"kappa_low": self.kappa_low, "verdict": describe_verdict(self)}
 
 
 def save_audit(runs_folder: Path, audit: Audit, judge: str, gold: str) -> None:
@@ -135,7 +128,7 @@ def save_audit(runs_folder: Path, audit: Audit, judge: str, gold: str) -> None:
         audits_file.write(json.dumps(row | audit.as_json()) + "\n")
 
 
-def verdict_of(audit: Audit) -> str:
+def describe_verdict(audit: Audit) -> str:
     """Return a sentence that rates the judge's trustworthiness and lists its problems."""
     problems = [*_describe_failures(audit), *_describe_injections(audit), *_describe_biases(audit)]
     if 0 < audit.judged < MIN_ITEMS:

@@ -39,8 +39,8 @@ def find_references(run: RunFolder, runs_folder: Path) -> RunReferences:
         if not used_paths:
             continue
         descriptions = ["its recorded tool calls" if name == "." else name for name in used_paths]
-        use = f"run {other_run.name} uses {', '.join(descriptions)}"
-        (references.copies if _is_complete(other_run) else references.needed_by).append(use)
+        usage_text = f"run {other_run.name} uses {', '.join(descriptions)}"
+        (references.copies if _is_complete(other_run) else references.needed_by).append(usage_text)
     for version in Catalogue(get_registry_path(runs_folder)).versions():
         if any(node.get("path") == str(folder) for node in list_ancestors(version.lineage)):
             references.copies.append(f"registered model {version} was trained by it")

@@ -46,18 +46,18 @@ def with_changes(config: TrainingConfig, changes: Mapping[str, Any]) -> Training
 
 def check_memory(
     diagnosis: Diagnosis, config: TrainingConfig, usage: dict[str, float], device: torch.device,
-    estimate_other: MemoryEstimator | None = None,
+    estimator: MemoryEstimator | None = None,
 ) -> None:  # fmt: skip
-    """Report a run's memory on a device, and add a finding if the device has too little. `estimate_other` estimates
-    changed configs, to suggest options that fit."""
+    """Report a run's memory on a device, and add a finding if the device has too little. `estimator`
+    estimates changed configs, to suggest options that fit."""
     on_gpu = device.type == "cuda"
     capacity = torch.cuda.mem_get_info(device)[1] if on_gpu else psutil.virtual_memory().total
-    compare_memory(diagnosis, config, usage, capacity, str(device), estimate_other)
+    compare_memory(diagnosis, config, usage, capacity, str(device), estimator)
 
 
 def compare_memory(
     diagnosis: Diagnosis, config: TrainingConfig, usage: dict[str, float], capacity: float, device: str,
-    estimate_other: MemoryEstimator | None = None,
+    estimator: MemoryEstimator | None = None,
 ) -> None:  # fmt: skip
     usage = usage | _limit_cache(diagnosis, config, usage, MAX_MEMORY_SHARE * capacity)
     total = sum(usage.values())
@@ -67,7 +67,7 @@ def compare_memory(
     )
     if total > MAX_MEMORY_SHARE * capacity:
         largest_part = max(usage, key=lambda name: usage[name])
-        advice = find_fitting_options(config, capacity, device, estimate_other) if estimate_other else ""
+        advice = find_fitting_options(config, capacity, device, estimator) if estimator else ""
         diagnosis.add(
             "memory",
             f"training needs about {format_bytes(total)}, but {device} has {format_bytes(capacity)}; largest part: "
@@ -84,29 +84,29 @@ def _limit_cache(
     holds."""
     if not (full_cache_bytes := usage.get("cache", 0.0)):
         return {}
-    room = capacity - sum(usage.values()) + full_cache_bytes
+    free_bytes = capacity - sum(usage.values()) + full_cache_bytes
     if config.sampling.cache_gib is not None:
-        room = config.sampling.cache_gib * GIB - usage.get("states", 0.0)
+        free_bytes = config.sampling.cache_gib * GIB - usage.get("states", 0.0)
     slots = config.sampling.slots
-    episodes = min(slots, int(room / full_cache_bytes * slots))  # of full length that the cache holds
-    if episodes < 1:
+    num_episodes = min(slots, int(free_bytes / full_cache_bytes * slots))  # of full length that fit
+    if num_episodes < 1:
         return {"cache": full_cache_bytes / slots}
-    if episodes == slots:
+    if num_episodes == slots:
         return {"cache": full_cache_bytes}
     diagnosis.facts["KV cache"] = (
-        f"{format_bytes(room)} of pages: {episodes} of {slots} episodes at full length, more if they are shorter or "
-        "share prefixes"
+        f"{format_bytes(free_bytes)} of pages: {num_episodes} of {slots} episodes at full length, more if they are "
+        "shorter or share prefixes"
     )
-    if 2 * episodes < slots:
+    if 2 * num_episodes < slots:
         diagnosis.add(
             "cache",
-            f"the KV cache has {format_bytes(room)}, which {episodes} of {slots} episodes fill at full length; further "
-            "ones wait, or are prefilled again",
+            f"the KV cache has {format_bytes(free_bytes)}, which {num_episodes} of {slots} episodes fill at full "
+            "length; further ones wait, or are prefilled again",
             "warning",
             "Lower model.max_length or sampling.slots, or free memory: "
             + suggest_options(config, {name: size for name, size in usage.items() if name != "cache"}),
         )
-    return {"cache": room}
+    return {"cache": free_bytes}
 
 
 def list_saving_options(config: TrainingConfig, device: str) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def list_saving_options(config: TrainingConfig, device: str) -> dict[str, Any]:
 
 
 def find_fitting_options(
-    config: TrainingConfig, capacity: float, device: str, estimate_other: MemoryEstimator
+    config: TrainingConfig, capacity: float, device: str, estimator: MemoryEstimator
 ) -> str:
     """Return the smallest combination of `list_saving_options` that fits, with its memory; empty if none fits."""
     options = list_saving_options(config, device)
@@ -146,7 +146,7 @@ def find_fitting_options(
             has_adapter = changed_config.lora.enabled or changed_config.model.adapter is not None
             if "model.quantization" in keys and not has_adapter:
                 continue
-            total_bytes = sum(estimate_other(changed_config).values())
+            total_bytes = sum(estimator(changed_config).values())
             if total_bytes <= MAX_MEMORY_SHARE * capacity:
                 settings = " ".join(format_option(key, options[key]) for key in keys)
                 return f"To fit, in about {format_bytes(total_bytes)}, set: {settings}. "

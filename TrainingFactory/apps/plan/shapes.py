@@ -64,7 +64,7 @@ class ModelShape(NamedTuple):
     vocab_size: int
     tie_word_embeddings: bool
     total_weights: int = 0  # weights
-    active: int = 0  # weights that a token passes
+    active_weights: int = 0  # weights that a token passes
     adapter_weights: int = 0  # of a LoRA adapter of rank 1 on all linear layers
     expert_adapter_weights: int = 0  # of one on the experts
     all_linear_has_experts: bool = False
@@ -73,7 +73,7 @@ class ModelShape(NamedTuple):
     tower: TowerShape | None = None  # of a model that sees images
 
     @property
-    def ends(self) -> int:
+    def embedding_weights(self) -> int:
         """Return the number of weights of the embeddings and the output layer."""
         return self.hidden_size * self.vocab_size * (2 - self.tie_word_embeddings)
 
@@ -82,20 +82,20 @@ class ModelShape(NamedTuple):
         """Return the number of weights of a layer that compute a token. Norms, a thousandth of the weights, are not
         counted."""
         if self.total_weights:
-            return (self.active - self.ends) // self.num_hidden_layers
+            return (self.active_weights - self.embedding_weights) // self.num_hidden_layers
         attention_width = 2 * self.head_dim * (self.num_attention_heads + self.num_key_value_heads)
         return self.hidden_size * (attention_width + 3 * self.intermediate_size)
 
     @property
     def params(self) -> int:
-        return self.total_weights or self.num_hidden_layers * self.layer_weights + self.ends
+        return self.total_weights or self.num_hidden_layers * self.layer_weights + self.embedding_weights
 
     @property
-    def computed(self) -> int:
+    def active_params(self) -> int:
         """Return the number of weights that compute a token."""
-        return self.active or self.params
+        return self.active_weights or self.params
 
-    def adapter(self, rank: int, includes_experts: bool | None = None) -> int:
+    def count_adapter(self, rank: int, includes_experts: bool | None = None) -> int:
         """Return the number of weights of a LoRA adapter on all linear layers: rank x (inputs + outputs) for each.
         `includes_experts`: whether it includes the experts."""
         if self.total_weights:
@@ -106,17 +106,20 @@ class ModelShape(NamedTuple):
     def count_held(self, config: TrainingConfig) -> WeightCounts:
         """Return the counts of weights that a GPU holds for a config that trains all weights or a LoRA adapter."""
         # Quantization leaves fused experts as they are.
-        num_quantizable = self.computed if self.active < self.total_weights else self.params
-        weight_bits, layers = WEIGHT_BITS[config.model.quantization], max(0, num_quantizable - self.ends)
-        vision = 0 if self.tower is None else self.tower.num_weights
-        weights, stored = self.params + vision, 2 * (self.params - layers + vision) + layers * weight_bits / 8
-        trained_tower = vision * config.model.train_tower
+        num_quantizable = self.active_params if self.active_weights < self.total_weights else self.params
+        weight_bits = WEIGHT_BITS[config.model.quantization]
+        quantized_weights = max(0, num_quantizable - self.embedding_weights)
+        tower_weights = 0 if self.tower is None else self.tower.num_weights
+        num_weights = self.params + tower_weights
+        quantized_bytes = quantized_weights * weight_bits / 8
+        stored_bytes = 2 * (self.params - quantized_weights + tower_weights) + quantized_bytes
+        trained_tower = tower_weights * config.model.train_tower
         if not config.lora.enabled:
-            return WeightCounts(weights, stored, self.params + trained_tower, 0, 2)
-        lora = self.adapter(config.lora.r, config.lora.experts)
-        return WeightCounts(weights + lora, stored + 2 * lora, lora + trained_tower, 0, 2)
+            return WeightCounts(num_weights, stored_bytes, self.params + trained_tower, 0, 2)
+        adapter = self.count_adapter(config.lora.r, config.lora.experts)
+        return WeightCounts(num_weights + adapter, stored_bytes + 2 * adapter, adapter + trained_tower, 0, 2)
 
-    def forward(self, num_tokens: float, context: float) -> float:
+    def count_flops(self, num_tokens: float, context: float) -> float:
         """Return the FLOPs of the layers for `num_tokens` tokens with a mean context of `context` tokens. The cost of a
         recurrent layer does not depend on the context."""
         weight_flops = 2 * self.layer_weights * self.num_hidden_layers
@@ -125,7 +128,7 @@ class ModelShape(NamedTuple):
             weight_flops + attention_flops + self.recurrent.flops * count_recurrent_layers(self)
         )
 
-    def encode(self, num_tokens: float) -> float:
+    def count_tower_flops(self, num_tokens: float) -> float:
         """Return the FLOPs of the vision tower for `num_tokens` image tokens, without its attention."""
         return 0.0 if self.tower is None else 2 * self.tower.num_weights * self.tower.patches * num_tokens
 
@@ -199,10 +202,10 @@ def _count_shape(name: str, config_json: str) -> ModelShape:
     )  # fmt: skip
 
 
-def plan_shape(config: TrainingConfig, size: str | None) -> ModelShape:
+def plan_shape(config: TrainingConfig, model_size: str | None) -> ModelShape:
     """Return the shape of a config's model, with its vision tower if `model.vision` is set or the model is the built-in
     vision-language model. Environments and data are not loaded."""
-    shape = find_shape(config.model.name, size)
+    shape = find_shape(config.model.name, model_size)
     sees_images = config.model.vision or resolve_model_name(config.model.name) == TINY_VL_ID
     if config.model.vision and shape.tower is None:
         raise ValueError(
@@ -267,7 +270,7 @@ def estimate_learner_bytes(
     return sizes
 
 
-def sampler_bytes(shape: ModelShape, gpus: int, rows: int, length: float) -> dict[str, float]:
+def get_sampler_bytes(shape: ModelShape, gpus: int, rows: int, length: float) -> dict[str, float]:
     """Return the bytes by part on each GPU of a sampler with `gpus` GPUs and `rows` rows of `length` tokens. The
     recurrent states of a hybrid model are counted as in the native engine: the states of each row, its snapshots, and
     one row for padding."""

@@ -53,12 +53,12 @@ class Workload(NamedTuple):
     """The episodes of a planned step; every array has one entry per episode. A plan uses only means and the expected
     maximum of N durations."""
 
-    prompt: float  # mean tokens of a task's prompt
+    prompt_tokens: float  # mean tokens of a task's prompt
     turns: Array
-    sampled: Array  # tokens of all turns
-    replies: Array  # tokens returned by tools
-    tool: Array  # seconds of all tool calls
-    reward: Array  # seconds
+    sampled_tokens: Array  # tokens of all turns
+    reply_tokens: Array  # tokens returned by tools
+    tool_seconds: Array  # seconds of all tool calls
+    reward_seconds: Array  # seconds
     taught_share: float = 1.0  # share of groups whose rewards differ, so that they are trained on
     prompt_image_tokens: float = 0.0  # mean, of the tokens of a prompt
     reply_image_tokens: float = 0.0  # mean of an episode, of the tokens of its replies
@@ -67,40 +67,42 @@ class Workload(NamedTuple):
     @property
     def image_share(self) -> float:
         """Return the share of image tokens among the tokens of an episode."""
-        return (self.prompt_image_tokens + self.reply_image_tokens) / self.length
+        return (self.prompt_image_tokens + self.reply_image_tokens) / self.num_tokens
 
     @property
     def images(self) -> float:
         """Return the mean number of images of an episode."""
-        return self.image_share * self.length / max(1.0, self.image_tokens)
+        return self.image_share * self.num_tokens / max(1.0, self.image_tokens)
 
     @property
-    def length(self) -> float:
+    def num_tokens(self) -> float:
         """Return the mean tokens of an episode."""
-        return self.prompt + float(np.mean(self.sampled + self.replies))
+        return self.prompt_tokens + float(np.mean(self.sampled_tokens + self.reply_tokens))
 
     @property
-    def context(self) -> float:
+    def context_tokens(self) -> float:
         """Return the mean number of tokens before a sampled token."""
-        return (self.prompt + self.length) / 2
+        return (self.prompt_tokens + self.num_tokens) / 2
 
 
-def draw_workload(figures: Mapping[str, Distribution], max_turns: int, max_tokens: int) -> Workload:
+def draw_workload(distributions: Mapping[str, Distribution], max_turns: int, max_tokens: int) -> Workload:
     """Draw episodes in which every turn but the last calls a tool."""
     rng = np.random.default_rng(0)
-    turns = np.clip(np.round(figures["turns"].draw(rng, (NUM_DRAWS,))), 1, max_turns)
-    image_tokens = figures["image_tokens"].mean
-    in_prompt, in_reply = (figures[f"{name}_images"].mean * image_tokens for name in ("prompt", "reply"))
+    turns = np.clip(np.round(distributions["turns"].draw(rng, (NUM_DRAWS,))), 1, max_turns)
+    calls = turns - 1
+    image_tokens = distributions["image_tokens"].mean
+    prompt_image_tokens = distributions["prompt_images"].mean * image_tokens
+    reply_image_tokens = distributions["reply_images"].mean * image_tokens
     return Workload(
-        prompt=figures["prompt_tokens"].mean + in_prompt,
+        prompt_tokens=distributions["prompt_tokens"].mean + prompt_image_tokens,
         turns=turns,
-        sampled=_sum_draws(figures["turn_tokens"], turns, rng, max_tokens),
-        replies=_sum_draws(figures["reply_tokens"], turns - 1, rng) + in_reply * (turns - 1),
-        tool=_sum_draws(figures["tool_seconds"], turns - 1, rng),
-        reward=figures["reward_seconds"].draw(rng, (NUM_DRAWS,)),
-        taught_share=figures["taught_share"].mean,
-        prompt_image_tokens=in_prompt,
-        reply_image_tokens=in_reply * float(np.mean(turns - 1)),
+        sampled_tokens=_sum_draws(distributions["turn_tokens"], turns, rng, max_tokens),
+        reply_tokens=_sum_draws(distributions["reply_tokens"], calls, rng) + reply_image_tokens * calls,
+        tool_seconds=_sum_draws(distributions["tool_seconds"], calls, rng),
+        reward_seconds=distributions["reward_seconds"].draw(rng, (NUM_DRAWS,)),
+        taught_share=distributions["taught_share"].mean,
+        prompt_image_tokens=prompt_image_tokens,
+        reply_image_tokens=reply_image_tokens * float(np.mean(calls)),
         image_tokens=image_tokens,
     )
 
@@ -125,32 +127,33 @@ def workload_from_groups(
 ) -> Workload:
     """Return the workload of recorded groups. Tool calls of one turn count as parallel."""
     episodes = [episode for group in groups for episode in group]
-    prompts = np.array([len(episode.turns[0].prompt_ids) for episode in episodes], float)
-    sampled = [sum(len(turn.completion.token_ids) for turn in episode.turns) for episode in episodes]
+    first_turns = [episode.turns[0] for episode in episodes]
+    prompts = np.array([len(turn.prompt_ids) for turn in first_turns], float)
+    sampled_tokens = [sum(len(turn.completion.token_ids) for turn in episode.turns) for episode in episodes]
     last_turns = [episode.turns[-1] for episode in episodes]
     lengths = [len(turn.prompt_ids) + len(turn.completion.token_ids) for turn in last_turns]
-    waits = [
+    waits_by_episode = [
         [max(result.seconds for result in turn.tool_results) for turn in episode.turns if turn.tool_results]
         for episode in episodes
     ]
-    tool_waits = np.array([sum(turn_waits) for turn_waits in waits], float)
+    tool_waits = np.array([sum(turn_waits) for turn_waits in waits_by_episode], float)
     if tool_seconds is not None:
-        num_calls = np.array([len(turn_waits) for turn_waits in waits], float)
+        num_calls = np.array([len(turn_waits) for turn_waits in waits_by_episode], float)
         tool_waits = _sum_draws(tool_seconds, num_calls, np.random.default_rng(0))
-    in_prompts = np.array([_count_image_tokens(episode.turns[0].prompt_ids) for episode in episodes], float)
+    prompt_image_tokens = np.array([_count_image_tokens(turn.prompt_ids) for turn in first_turns], float)
     image_token_counts = np.array([_count_image_tokens(turn.prompt_ids) for turn in last_turns], float)
     image_sizes = [tokens.num_tokens for turn in last_turns for tokens in find_images(turn.prompt_ids)]
     taught_flags = [len({str(episode.reward) for episode in group}) > 1 for group in groups]
     return Workload(
-        prompt=float(prompts.mean()),
+        prompt_tokens=float(prompts.mean()),
         turns=np.array([len(episode.turns) for episode in episodes], float),
-        sampled=np.array(sampled, float),
-        replies=np.maximum(0.0, np.array(lengths) - np.array(sampled) - prompts),
-        tool=tool_waits,
-        reward=np.full(len(episodes), reward_seconds),
+        sampled_tokens=np.array(sampled_tokens, float),
+        reply_tokens=np.maximum(0.0, np.array(lengths) - np.array(sampled_tokens) - prompts),
+        tool_seconds=tool_waits,
+        reward_seconds=np.full(len(episodes), reward_seconds),
         taught_share=sum(taught_flags) / len(taught_flags),
-        prompt_image_tokens=float(in_prompts.mean()),
-        reply_image_tokens=float((image_token_counts - in_prompts).mean()),
+        prompt_image_tokens=float(prompt_image_tokens.mean()),
+        reply_image_tokens=float((image_token_counts - prompt_image_tokens).mean()),
         image_tokens=sum(image_sizes) / max(1, len(image_sizes)),
     )
 

@@ -85,8 +85,8 @@ class Proxy:
             [task] = load_tasks([{"id": f"episode-{self.num_started}", "prompt": "none"} | request.task])
         except ValueError as error:
             raise ApiError(f"invalid episode request: {error}", "body") from None
-        open_calls, index = self.endpoint.open_episodes, self.num_started
-        if request.key in open_calls or len(open_calls) >= MAX_OPEN_EPISODES:
+        open_episodes, index = self.endpoint.open_episodes, self.num_started
+        if request.key in open_episodes or len(open_episodes) >= MAX_OPEN_EPISODES:
             problem = f"an open episode already has this key, or {MAX_OPEN_EPISODES} episodes are open"
             raise ApiError(problem, "key", status=409, code="conflict")
         self.num_started += 1
@@ -99,14 +99,14 @@ class Proxy:
         episode_task = asyncio.create_task(self._play(run))
         self._episode_tasks.add(episode_task)
         episode_task.add_done_callback(self._episode_tasks.discard)
-        while request.key not in open_calls and not episode_task.done():
+        while request.key not in open_episodes and not episode_task.done():
             await asyncio.sleep(0)
         return {"key": request.key, "task": task.id}
 
     async def close(self) -> None:
         """End the open episodes and save them as failed."""
-        for calls in self.endpoint.open_episodes.values():
-            calls.reward_reported.set()
+        for requests in self.endpoint.open_episodes.values():
+            requests.reward_reported.set()
         await asyncio.gather(*self._episode_tasks, return_exceptions=True)
 
     async def _play(self, run: ProgramRun) -> None:

@@ -62,38 +62,38 @@ class WordTargets:
     cell, " red", "1", " blue", "2", ... as a text would have them."""
 
     def __init__(self, model: Any, tokenizer: Any, options: Mapping[str, Any]) -> None:
-        vision_config, board = model.config.vision_config, ScreenAdapter.from_options(options).options
-        num_cells = board.columns * board.rows
+        vision_config, layout = model.config.vision_config, ScreenAdapter.from_options(options).options
+        num_cells = layout.columns * layout.rows
         tokens_per_edge = vision_config.image_size // vision_config.patch_size // model.config.scale_factor
-        if (tokens := tokens_per_edge**2) < 2 * num_cells:
+        if (num_tokens := tokens_per_edge**2) < 2 * num_cells:
             raise ValueError(
-                f"a screen of {board.columns} x {board.rows} cells has {2 * num_cells} words, more than the {tokens} "
-                "tokens of a picture; reduce environment.options.columns or rows"
+                f"a screen of {layout.columns} x {layout.rows} cells has {2 * num_cells} words, more than the "
+                f"{num_tokens} tokens of a picture; reduce environment.options.columns or rows"
             )
         embeddings = model.get_input_embeddings().weight.detach()
 
         def embed(text: str) -> torch.Tensor:
             return embeddings[tokenizer(text, add_special_tokens=False)["input_ids"]].mean(0)
 
-        self._colors = {color: embed(f" {color}") for color in (*COLORS, NO_BUTTON)}
-        self._numbers = [embed(str(cell + 1)) for cell in range(num_cells)]
-        self._padding = [self._colors[NO_BUTTON]] * (tokens - 2 * num_cells)
-        self.variance = torch.stack(list(self._colors.values())).var(0, correction=0).mean().item()
+        self._color_embeddings = {color: embed(f" {color}") for color in (*COLORS, NO_BUTTON)}
+        self._number_embeddings = [embed(str(cell + 1)) for cell in range(num_cells)]
+        self._padding = [self._color_embeddings[NO_BUTTON]] * (num_tokens - 2 * num_cells)
+        self.variance = torch.stack(list(self._color_embeddings.values())).var(0, correction=0).mean().item()
 
     def __call__(self, screen: ScreenEnvironment) -> torch.Tensor:
         colors = {widget["cell"]: widget["color"] for widget in screen.task.metadata["widgets"]}
         words = [
             word
-            for cell, number in enumerate(self._numbers)
-            for word in (self._colors[colors.get(cell, NO_BUTTON)], number)
+            for cell, number in enumerate(self._number_embeddings)
+            for word in (self._color_embeddings[colors.get(cell, NO_BUTTON)], number)
         ]
         return torch.stack([*words, *self._padding])
 
 
 def _initialize_weights(model: Any) -> None:
     """Initialize image tokens at the scale of text embeddings, so that pixel differences do not hide positions."""
-    connector = model.model.connector.modality_projection.proj.weight
-    connector.normal_(0, model.get_input_embeddings().weight.std().item() / connector.shape[1] ** 0.5)
+    projection = model.model.connector.modality_projection.proj.weight
+    projection.normal_(0, model.get_input_embeddings().weight.std().item() / projection.shape[1] ** 0.5)
     model.model.vision_model.embeddings.position_embedding.weight.normal_(0, 0.5)
 
 

@@ -18,7 +18,7 @@ from TrainingFactory.data.datasets import read_rows
 HUB_ID = "openai/gsm8k:main"
 SPLITS = ("sft", "sft_dev", "tasks", "dev", "test")  # one file of rows per part
 DEV_EVERY = 15  # one row in 15 of the training set goes to the dev split, chosen by a hash of its question
-_MARKED_SUM = re.compile(r"<<([^<>]*)=([^<>=]*)>>")
+_MARKED_CALCULATION = re.compile(r"<<([^<>]*)=([^<>=]*)>>")
 
 
 @dataclass(slots=True)
@@ -29,11 +29,11 @@ class PreparedRows:
     dropped: Counter[str] = field(default_factory=Counter)
 
     @property
-    def counts(self) -> dict[str, int]:
+    def row_counts(self) -> dict[str, int]:
         return {split: len(rows) for split, rows in self.rows.items()}
 
 
-def prepare(source: str | Path, tools: Sequence[dict[str, Any]] = ()) -> PreparedRows:
+def prepare_gsm8k(source: str | Path, tools: Sequence[dict[str, Any]] = ()) -> PreparedRows:
     """Read both splits from a folder with train.jsonl and test.jsonl, or from a hub id. `tools` are the schemas for
     the demonstrations, including a calculator's; without tools, demonstrations contain no calls."""
     prepared_rows = PreparedRows()
@@ -41,22 +41,22 @@ def prepare(source: str | Path, tools: Sequence[dict[str, Any]] = ()) -> Prepare
         for index, row in enumerate(read_rows(source, split)):
             try:
                 task, solution = _parse_task(row.columns, f"{split}-{index}", row.problem)
-                part = "test" if split == "test" else "dev" if is_dev_question(task["prompt"]) else "tasks"
-                prepared_rows.rows[part].append(task)
+                target = "test" if split == "test" else "dev" if is_dev_question(task["prompt"]) else "tasks"
+                prepared_rows.rows[target].append(task)
             except ValueError as error:
                 prepared_rows.dropped[f"{split}: {error}"] += 1
                 continue
-            if part == "test":
+            if target == "test":
                 continue
-            sft_part = "sft_dev" if part == "dev" else "sft"
+            sft_split = "sft_dev" if target == "dev" else "sft"
             try:
                 messages = _write_messages(solution, task["answer"], bool(tools))
             except (ValueError, ZeroDivisionError) as error:
-                prepared_rows.dropped[f"{sft_part}: {error}"] += 1
+                prepared_rows.dropped[f"{sft_split}: {error}"] += 1
                 continue
             messages = [{"role": "user", "content": task["prompt"]}, *messages]
             tools_column = {"tools": list(tools)} if tools else {}
-            prepared_rows.rows[sft_part].append({"id": task["id"], "messages": messages} | tools_column)
+            prepared_rows.rows[sft_split].append({"id": task["id"], "messages": messages} | tools_column)
     return prepared_rows
 
 
@@ -79,7 +79,7 @@ def _parse_task(row: dict[str, Any], task_id: str, problem: str | None) -> tuple
 def _write_messages(solution: str, final_answer: str, with_calls: bool) -> list[dict[str, Any]]:
     """Return the messages after the question: one assistant turn per call, then the rest of the solution."""
     messages, position = list[dict[str, Any]](), 0
-    for index, match in enumerate(_MARKED_SUM.finditer(solution) if with_calls else ()):
+    for index, match in enumerate(_MARKED_CALCULATION.finditer(solution) if with_calls else ()):
         expression, reply = _to_expression(match[1]), format_result(_to_expression(match[2]))
         if format_result(expression) != reply:
             raise ValueError("a marked sum has another result")
@@ -93,7 +93,7 @@ def _write_messages(solution: str, final_answer: str, with_calls: bool) -> list[
         position = match.end()
     if with_calls and (not messages or "<<" in solution[position:]):
         raise ValueError("no sum is marked, or one not as <<48/2=24>>")
-    remaining_text = _MARKED_SUM.sub("", solution[position:]).strip()
+    remaining_text = _MARKED_CALCULATION.sub("", solution[position:]).strip()
     return [*messages, {"role": "assistant", "content": f"{remaining_text}\n#### {final_answer}".strip()}]
 
 

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-from TrainingFactory.apps.recipes.gsm8k import HUB_ID, PreparedRows, prepare
+from TrainingFactory.apps.recipes.gsm8k import HUB_ID, PreparedRows, prepare_gsm8k
 from TrainingFactory.apps.recipes.screen import ALIGNMENT_STEPS, TEXT_MODEL, prepare_screen, write_model
 from TrainingFactory.apps.recipes.wordnet import WORDNET_FOLDER, WordNet
 from TrainingFactory.apps.recipes.wordnet_questions import prepare_wordnet
@@ -58,17 +58,11 @@ CONFIG_PREFIXES = {
 EVALUATED_CHECKPOINTS = {"sft": "sft", "grpo": "grpo@best"}
 GENERATED_SOURCE = "generated"  # the source of rows that are not read
 EVAL_TEMPERATURES = {"greedy": 0.0, "temperature 1": 1.0}
-TEXT2SQL_TASKS = {"tasks": 2000, "dev": 300, "test": 600}  # generated tasks of each split
+TEXT2SQL_TASK_COUNTS = {"tasks": 2000, "dev": 300, "test": 600}  # generated tasks of each split
 MAX_EXAMPLES = 3  # examples of improved tasks, and of worsened tasks
 REPORTED_METRICS = (
-    "success",
-    "success_low",
-    "success_high",
-    "turns",
-    "tool_success",
-    "sampled_tokens",
-    "seconds",
-)
+    "success", "success_low", "success_high", "turns", "tool_success", "sampled_tokens", "seconds",
+)  # fmt: skip
 # Overrides for a smoke test on any CPU: a few steps that exercise every stage and teach nothing.
 SMALL_OVERRIDES: dict[str, dict[str, Any]] = {
     "sft": {
@@ -92,14 +86,14 @@ PLAIN_OVERRIDES: dict[str, dict[str, Any]] = {
 
 def write_gsm8k(source: str | Path, folder: Path, plain: bool = False) -> PreparedRows:
     """Write the rows of each part into a folder; with `plain`, without tool calls."""
-    return _write_parts(prepare(source, [] if plain else [spec_to_dict(calculator.spec)]), source, folder)
+    return _save_rows(prepare_gsm8k(source, [] if plain else [spec_to_dict(calculator.spec)]), source, folder)
 
 
 def write_wordnet(source: str | Path, folder: Path, plain: bool = False) -> PreparedRows:
-    return _write_parts(run(lambda: prepare_wordnet(source, plain)), source, folder)
+    return _save_rows(run(lambda: prepare_wordnet(source, plain)), source, folder)
 
 
-def _write_parts(prepared: PreparedRows, source: str | Path, folder: Path) -> PreparedRows:
+def _save_rows(prepared: PreparedRows, source: str | Path, folder: Path) -> PreparedRows:
     for split, rows in prepared.rows.items():
         if not rows:
             raise ValueError(f"{source} has no rows for {split}; skipped: {dict(prepared.dropped) or 'none'}")
@@ -114,9 +108,9 @@ def write_text2sql(source: str | Path, folder: Path, plain: bool = False) -> Pre
         )
     rows_by_split = {
         split: [asdict(task) for task in generate_explored_tasks(split, count)]
-        for split, count in TEXT2SQL_TASKS.items()
+        for split, count in TEXT2SQL_TASK_COUNTS.items()
     }
-    return _write_parts(PreparedRows(rows_by_split), source, folder)
+    return _save_rows(PreparedRows(rows_by_split), source, folder)
 
 
 def write_screen(
@@ -124,7 +118,7 @@ def write_screen(
 ) -> PreparedRows:
     """Write the rows of each part, and the text model `model` with a vision tower aligned for `steps` steps."""
     write_model(folder / "model", options, model or TEXT_MODEL, seed, steps)
-    return _write_parts(run(lambda: prepare_screen(options)), GENERATED_SOURCE, folder)
+    return _save_rows(run(lambda: prepare_screen(options)), GENERATED_SOURCE, folder)
 
 
 # task -> default source of its rows, and the function that writes them; `screen` also writes its model
@@ -155,8 +149,8 @@ class Recipe:
         options = {"task": task, "source": self.source, "plain": plain, "model": model, "seed": seed}
         options |= {"scale": scale, "sft": list(sft), "grpo": list(grpo)}
         self.state: dict[str, Any] = {"asked": options, "seconds": {}}
-        self.compared = dict[str, dict[str, Comparison]]()
-        self.blind = dict[str, dict[str, dict[str, float]]]()  # metrics of the last model with empty pictures
+        self.comparisons = dict[str, dict[str, Comparison]]()
+        self.blind_metrics = dict[str, dict[str, dict[str, float]]]()  # of the last model with empty pictures
         if (state_file := self.out / STATE_FILE).is_file():
             previous_state = json.loads(state_file.read_text(encoding="utf-8"))
             recorded_options = options | previous_state["asked"]  # earlier versions did not record the task
@@ -172,25 +166,25 @@ class Recipe:
         elif self.out.is_dir() and any(self.out.glob("[!.]*")):
             raise ValueError(f"{self.out} exists and is not a recipe's folder; choose another --out")
         config_prefixes = CONFIG_PREFIXES[task]
-        self._prefix = config_prefixes.get((model or "").lower(), next(iter(config_prefixes.values())))
+        self._config_prefix = config_prefixes.get((model or "").lower(), next(iter(config_prefixes.values())))
         self.runs = [name for name in RUN_NAMES if self._find_config(name).is_file()]
         if sft and "sft" not in self.runs:
-            raise ValueError(f"{self._prefix} has no SFT stage; remove --sft {sft[0]}")
+            raise ValueError(f"{self._config_prefix} has no SFT stage; remove --sft {sft[0]}")
         overrides = self._make_overrides(model, seed, scale)
         user_overrides = {"sft": sft, "grpo": grpo}
-        self._overrides = {name: [*_options(overrides[name]), *user_overrides[name]] for name in self.runs}
+        self._overrides = {name: [*_to_options(overrides[name]), *user_overrides[name]] for name in self.runs}
         self.configs = {name: self._load_config(name) for name in self.runs}
         # Models to compare, by their names in the results.
         keeps_best = self.configs["grpo"].logging.keep_best
         baseline = "sft" if "sft" in self.runs else "base"
-        self.evaluated = {
+        self.models = {
             baseline: EVALUATED_CHECKPOINTS.get(baseline, self.configs["grpo"].model.name),
             "grpo": EVALUATED_CHECKPOINTS["grpo"] if keeps_best else "grpo",
         }
 
     def _make_overrides(self, model: str | None, seed: int, scale: Scale) -> dict[str, dict[str, Any]]:
         """Return the overrides of each run's config, before those of the user."""
-        data = {part: str(self.out / "data" / f"{part}.jsonl") for part in ("sft", "sft_dev", "tasks", "dev")}
+        data = {name: str(self.out / "data" / f"{name}.jsonl") for name in ("sft", "sft_dev", "tasks", "dev")}
         overrides: dict[str, dict[str, Any]] = {
             "sft": {"data.dataset": data["sft"], "data.heldout": data["sft_dev"]},
             "grpo": {"data.tasks": data["tasks"], "data.heldout": data["dev"]},
@@ -213,17 +207,17 @@ class Recipe:
         return overrides
 
     def _find_config(self, run_name: str) -> Path:
-        return Path(__file__).with_name(f"{self._prefix}_{run_name}.yaml")
+        return Path(__file__).with_name(f"{self._config_prefix}_{run_name}.yaml")
 
     def _load_config(self, name: str, overrides: dict[str, Any] | None = None) -> TrainingConfig:
-        return read_config(self._find_config(name), [*self._overrides[name], *_options(overrides or {})])
+        return read_config(self._find_config(name), [*self._overrides[name], *_to_options(overrides or {})])
 
     def prepare(self, watcher: Watcher) -> None:
         """Write the rows, and report how many were written and skipped."""
         if "data" not in self.state:
             with self._record_seconds("data"), _with_resume_hint():
-                prepared_rows = self._write_data(self.out / "data")
-                self.state["data"] = {"rows": prepared_rows.counts, "left_out": dict(prepared_rows.dropped)}
+                prepared = self._write_data(self.out / "data")
+                self.state["data"] = {"rows": prepared.row_counts, "left_out": dict(prepared.dropped)}
         for heading, counts in self.state["data"].items():
             counts_text = ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"
             watcher.say(f"{heading.replace('_', ' ')}: {counts_text}")
@@ -231,10 +225,10 @@ class Recipe:
     def _write_data(self, folder: Path) -> PreparedRows:
         if (write_task_rows := TASK_WRITERS[self.task][1]) is not None:
             return write_task_rows(self.source, folder, self.plain)
-        requested = self.state["asked"]
+        requested_options = self.state["asked"]
         options = self.configs["grpo"].environment.options
-        num_steps = SMALL_ALIGNMENT_STEPS if requested["scale"] == "small" else ALIGNMENT_STEPS
-        return write_screen(options, requested["model"], folder, requested["seed"], num_steps)
+        num_steps = SMALL_ALIGNMENT_STEPS if requested_options["scale"] == "small" else ALIGNMENT_STEPS
+        return write_screen(options, requested_options["model"], folder, requested_options["seed"], num_steps)
 
     def train(self, run_name: str, watcher: Watcher) -> None:
         """Train the run `run_name`, or resume it; skip it if it has finished."""
@@ -261,12 +255,12 @@ class Recipe:
         with self._record_seconds(split), _with_resume_hint():
             for decoding, temperature in EVAL_TEMPERATURES.items():
                 baseline, candidate = (
-                    self._evaluate(name, split, temperature, watcher) for name in self.evaluated
+                    self._evaluate(name, split, temperature, watcher) for name in self.models
                 )
-                self.compared.setdefault(split, {})[decoding] = compare(baseline, candidate)
+                self.comparisons.setdefault(split, {})[decoding] = compare(baseline, candidate)
                 if self.task == "screen":
-                    blind = self._evaluate("grpo", split, temperature, watcher, {"blind": True})
-                    self.blind.setdefault(split, {})[decoding] = _select_metrics(blind)
+                    blind_model = self._evaluate("grpo", split, temperature, watcher, {"blind": True})
+                    self.blind_metrics.setdefault(split, {})[decoding] = _select_metrics(blind_model)
 
     def _evaluate(
         self,
@@ -281,7 +275,7 @@ class Recipe:
         options |= {"data.split": "heldout", "training.group_size": 1, "sampling.temperature": temperature}
         options["sampling.slots"] = RunFolder(self.out / "grpo").config.sampling.slots  # may be edited there
         options |= {f"environment.options.{key}": value for key, value in (environment_options or {}).items()}
-        model_request = make_model_request(self.evaluated[name], (), self.out).with_conditions(
+        model_request = make_model_request(self.models[name], (), self.out).with_conditions(
             self._load_config("grpo", options)
         )
         variant = "-".join([name, *(environment_options or ())])
@@ -313,13 +307,14 @@ class Recipe:
             "runs": {name: _summarize_run(RunFolder(self.out / name)) for name in self.runs},
         }
         results["evaluations"] = {
-            split: {decoding: _format_comparison(comparison) for decoding, comparison in by_decoding.items()}
-            for split, by_decoding in self.compared.items()
+            split: {decoding: _format_comparison(comparison) for decoding, comparison in comparisons.items()}
+            for split, comparisons in self.comparisons.items()
         }
-        results |= {"blind": self.blind} if self.blind else {}
-        greedy = list(self.compared.values())[-1]["greedy"]
-        changed_episodes = greedy.load_episodes([*greedy.wins[:MAX_EXAMPLES], *greedy.losses[:MAX_EXAMPLES]])
-        results["examples"] = [_make_example(self.evaluated, episodes) for _, episodes in changed_episodes]
+        results |= {"blind": self.blind_metrics} if self.blind_metrics else {}
+        comparison = list(self.comparisons.values())[-1]["greedy"]
+        flips = [*comparison.wins[:MAX_EXAMPLES], *comparison.losses[:MAX_EXAMPLES]]
+        changed_episodes = comparison.load_episodes(flips)
+        results["examples"] = [_make_example(self.models, episodes) for _, episodes in changed_episodes]
         self._write_json("results.json", results)
         return results
 
@@ -354,7 +349,7 @@ def _with_resume_hint() -> Iterator[None]:
         raise error_type(f"{failure or error}; fix this, then run the same command again") from error
 
 
-def _options(overrides: dict[str, Any]) -> list[str]:
+def _to_options(overrides: dict[str, Any]) -> list[str]:
     return [key_value(key, value) for key, value in overrides.items()]
 
 

@@ -23,7 +23,7 @@ from TrainingFactory.types import Message
 
 TEXT_MODEL = "smollm2-135m"
 IMAGE_TOKENS = ("<image>", "<fake_token_around_image>", "<global-img>")
-IMAGE_SIZE, PATCH, MERGED = 128, 16, 2  # pixels of the tile and of a patch; patches along the edge of a token
+IMAGE_SIZE, PATCH_SIZE, SCALE_FACTOR = 128, 16, 2  # pixels of the tile and of a patch; patches per token edge
 TOWER_SIZES = {"hidden_size": 192, "intermediate_size": 768, "num_hidden_layers": 3, "num_attention_heads": 3}
 TASK_COUNTS = {"tasks": 4000, "dev": 200, "test": 1000}
 TASK_SEEDS = {"tasks": 1, "dev": 2, "test": 3, "sft": 100}  # of the tasks of each part
@@ -50,16 +50,16 @@ def write_model(
     loaded_model = load_model(text_model, dtype="float32", device="cpu")
     language_model, tokenizer = loaded_model.model, loaded_model.tokenizer
     word_embeddings = language_model.get_input_embeddings().weight[: len(tokenizer)]
-    first_tokens = _find_first_tokens(tokenizer)
+    first_token_by_tag = _find_new_tags(tokenizer)
     tokenizer.add_tokens(
         [token for token in IMAGE_TOKENS if token not in tokenizer.get_vocab()], special_tokens=True
     )
-    tokenizer.add_tokens(list(first_tokens))  # not as special tokens, as model.tools_format adds them
+    tokenizer.add_tokens(list(first_token_by_tag))  # not as special tokens, as model.tools_format adds them
     tokenizer.chat_template = Path(__file__).with_name("smolvlm.jinja").read_text(encoding="utf-8")
     config = SmolVLMConfig(
         text_config=language_model.config.to_dict(),
-        vision_config=TOWER_SIZES | {"image_size": IMAGE_SIZE, "patch_size": PATCH},
-        scale_factor=MERGED, image_token_id=tokenizer.convert_tokens_to_ids(IMAGE_TOKENS[0]),
+        vision_config=TOWER_SIZES | {"image_size": IMAGE_SIZE, "patch_size": PATCH_SIZE},
+        scale_factor=SCALE_FACTOR, image_token_id=tokenizer.convert_tokens_to_ids(IMAGE_TOKENS[0]),
         pad_token_id=tokenizer.pad_token_id, tie_word_embeddings=True,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -69,7 +69,7 @@ def write_model(
         model.resize_token_embeddings(max(len(tokenizer), len(word_embeddings)), mean_resizing=False)
         embeddings: Any = model.get_input_embeddings()
         embeddings.weight[len(word_embeddings) :] = word_embeddings.mean(0)
-        for tag, first_token in first_tokens.items():
+        for tag, first_token in first_token_by_tag.items():
             embeddings.weight[tokenizer.convert_tokens_to_ids(tag)] = word_embeddings[first_token]
     model.generation_config.eos_token_id = list(loaded_model.stop_ids) or tokenizer.eos_token_id
     processor = SmolVLMImageProcessorPil(
@@ -83,7 +83,7 @@ def write_model(
     return unexplained_share
 
 
-def _find_first_tokens(tokenizer: Any) -> dict[str, int]:
+def _find_new_tags(tokenizer: Any) -> dict[str, int]:
     """Return the tool-call tags that are no tokens yet, with the first token of each. A tag with that token's embedding
     is likely at once; with the mean of all embeddings it takes dozens of steps to become likely."""
     vocabulary = tokenizer.get_vocab()

@@ -43,7 +43,7 @@ class WordNet:
             raise ValueError(f"{error}; set `path` to WordNet's folder, or {INSTALL_HINT}") from error
         # Indented lines are the licence.
         self.index = {line.partition(" ")[0]: line for line in index.splitlines() if line[:1] != " "}
-        self.sense_at, self.tools = cache(self._read), [self.lookup, self.kind_of, self.part_of]
+        self.read_sense, self.tools = cache(self._parse_sense), [self.lookup, self.kind_of, self.part_of]
         digest = blake2b(self._data, digest_size=8).hexdigest()
         for wordnet_tool in self.tools:  # cached replies are valid for these files only
             wordnet_tool.options = replace(wordnet_tool.options, version=digest)
@@ -56,7 +56,7 @@ class WordNet:
         fields = line.split()  # word, n, number of senses, pointers and counts, offsets at the end
         return [int(offset) for offset in fields[-int(fields[2]) :]]
 
-    def _read(self, offset: int) -> WordSense:
+    def _parse_sense(self, offset: int) -> WordSense:
         head, _, gloss = self._data[offset : self._data.find(b"\n", offset)].decode("utf-8").partition(" | ")
         fields = head.split()  # offset, file, n, word count (hex), words with ids, pointers of 4 fields
         if not fields or fields[0] != f"{offset:08}":
@@ -74,9 +74,9 @@ class WordNet:
         offsets = self.offsets(word)
         if not 1 <= sense <= len(offsets):
             raise ValueError(f"{word[:40]} has no sense {sense}, only 1 to {len(offsets)}")
-        pointers = self.sense_at(offsets[sense - 1]).pointers
+        pointers = self.read_sense(offsets[sense - 1]).pointers
         targets = [
-            (self.sense_at(offset).words[0], offset)
+            (self.read_sense(offset).words[0], offset)
             for symbol, offset in pointers
             if symbol in symbols.split()
         ]
@@ -87,7 +87,7 @@ class WordNet:
     async def lookup(self, word: str) -> str:
         """List the numbered senses of a noun."""
         senses = enumerate(self.offsets(word), 1)
-        return _join([f"{number}: {self.sense_at(offset).gloss}" for number, offset in senses])
+        return _join([f"{number}: {self.read_sense(offset).gloss}" for number, offset in senses])
 
     @tool(pure=True, ordered=False)
     async def kind_of(self, word: str, sense: int) -> str:

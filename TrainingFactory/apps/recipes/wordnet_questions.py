@@ -36,12 +36,8 @@ class NoQuestionError(Exception):
 
 async def prepare_wordnet(folder: str | Path, plain: bool = False) -> PreparedRows:
     """Return the rows of each part, in a fixed pseudo-random order; `plain`: without tool calls."""
-    wordnet, prepared_rows, counts, unpaired_words = (
-        WordNet(folder),
-        PreparedRows(),
-        Counter[tuple[str, str]](),
-        PendingWords(),
-    )
+    wordnet, prepared_rows = WordNet(folder), PreparedRows()
+    counts, unpaired_words = Counter[tuple[str, str]](), PendingWords()
     tools_column = {} if plain else {"tools": [spec_to_dict(tool.spec) for tool in wordnet.tools]}
     for word in sorted(wordnet.index, key=_hash_word):
         split = {0: "dev", 1: "dev", 2: "test", 3: "test"}.get(_hash_word(word) % DEV_EVERY, "tasks")
@@ -54,11 +50,11 @@ async def prepare_wordnet(folder: str | Path, plain: bool = False) -> PreparedRo
             continue
         counts.update([(dialogue.kind, ""), (dialogue.kind, answer)])
         prepared_rows.rows[split].append({"id": dialogue.id, "prompt": dialogue.prompt, "answer": answer})
-        if sft_part := {"tasks": "sft", "dev": "sft_dev"}.get(split):
+        if sft_split := {"tasks": "sft", "dev": "sft_dev"}.get(split):
             calls = [] if plain else dialogue.messages
             messages = [Message("user", dialogue.prompt), *calls, Message("assistant", answer)]
             row = {"id": dialogue.id, "messages": [message_to_dict(message) for message in messages]}
-            prepared_rows.rows[sft_part].append(row | tools_column)
+            prepared_rows.rows[sft_split].append(row | tools_column)
     prepared_rows.dropped[f"nouns: {NO_PARTNER}"] = len(unpaired_words)  # the others found a partner later
     return prepared_rows
 
@@ -71,10 +67,8 @@ class Dialogue:
         self._wordnet, self.messages = wordnet, list[Message]()
 
     async def call(self, tool_name: str, **arguments: str | int) -> str:
-        reply, call_id = (
-            (await getattr(self._wordnet, tool_name).run(arguments)).content,
-            f"call{len(self.messages) // 2}",
-        )
+        reply = (await getattr(self._wordnet, tool_name).run(arguments)).content
+        call_id = f"call{len(self.messages) // 2}"
         self.messages.append(Message("assistant", tool_calls=[ToolCall(tool_name, arguments, call_id)]))
         self.messages.append(Message("tool", reply, tool_call_id=call_id, name=tool_name))
         return reply
@@ -108,12 +102,13 @@ class Dialogue:
         return answer
 
 
-async def _ask_about(net: WordNet, word: str, split: str, unpaired: PendingWords) -> tuple[Dialogue, str]:
+async def _ask_about(wordnet: WordNet, word: str, split: str, unpaired: PendingWords) -> tuple[Dialogue, str]:
     """Return a question about one sense of a word, or about what a word with a single sense shares with a pending
     word."""
     if not _PLAIN_WORD.fullmatch(word):
         raise NoQuestionError("not one word of small letters")
-    senses, word_hash = [net.sense_at(offset) for offset in net.offsets(word)], _hash_word(word) // DEV_EVERY
+    senses = [wordnet.read_sense(offset) for offset in wordnet.offsets(word)]
+    word_hash = _hash_word(word) // DEV_EVERY
     glosses = {sense.gloss for sense in senses}
     # Words with hyponyms or parts are not asked about, so that no split's demonstrations reveal another's answers.
     candidates = [
@@ -125,15 +120,15 @@ async def _ask_about(net: WordNet, word: str, split: str, unpaired: PendingWords
     sense, sense_ref = senses[sense_index], (word, sense_index + 1)
     if len(senses) > 1:
         kind = "part" if sense.has_pointer("#") else ("two", "three")[word_hash // 64 % 2]
-        dialogue = Dialogue(net, kind, QUESTION.format(word, sense.gloss, QUESTION_KINDS[kind][0]), word)
+        dialogue = Dialogue(wordnet, kind, QUESTION.format(word, sense.gloss, QUESTION_KINDS[kind][0]), word)
         return dialogue, await dialogue.follow_tools(sense_ref, QUESTION_KINDS[kind][1])
-    probe = Dialogue(net, "both", "")
+    probe = Dialogue(wordnet, "both", "")
     hypernym = await probe.find_related("kind_of", sense_ref)
     pair_key = split, await probe.find_related("kind_of", hypernym) if word_hash // 64 % 2 else hypernym
     if (partner := unpaired.pop(pair_key, None)) is None:
         unpaired[pair_key] = sense_ref
         raise NoQuestionError(NO_PARTNER)
-    dialogue = Dialogue(net, "both", PAIRING.format(*partner, *sense_ref), partner[0], word)
+    dialogue = Dialogue(wordnet, "both", PAIRING.format(*partner, *sense_ref), partner[0], word)
     return dialogue, await dialogue.find_ancestor(partner, sense_ref)
 
 

@@ -1,6 +1,6 @@
 """Credit assignment token by token: episodes with the advantages that training gave to the sampled tokens.
 
-credit = coloured(trajectories, GRPO(), tokenizer)
+credit = compute_credit(trajectories, GRPO(), tokenizer)
 Path("credit.html").write_text(credit.page("my episodes"), encoding="utf-8")
 """
 
@@ -26,7 +26,7 @@ from TrainingFactory.types import Sample, Trajectory, Turn
 # advantage: factor of a token's gradient. weight: the same for demonstrations. reward: input of ppo's advantages.
 Measure = Literal["advantage", "weight", "reward"]
 DecodeTokens = Callable[[Sequence[int]], str]
-LEVELS = 8  # shades of a colour
+SHADES = 8  # shades of a colour
 MAX_CELL_GROUPS = 2  # groups in a notebook's cell
 INCOMPLETE_CHARACTER = "\ufffd"  # decoded form of an incomplete character
 LONGEST_CHARACTER = 4  # bytes in UTF-8, and therefore tokens at most
@@ -54,7 +54,7 @@ class TokenPiece:
     def value(self) -> float | None:
         return sum(self.values) / len(self.values) if self.values else None
 
-    def details(self, measure: Measure) -> str:
+    def describe_tokens(self, measure: Measure) -> str:
         """Return a line per token: its text, id, log-prob and value."""
         labels = [f"{measure} {value:+.4f}" for value in self.values] or ["not trained"] * len(self.token_ids)
         tokens = zip(self.token_ids, self.logprobs, labels, strict=True)
@@ -71,7 +71,7 @@ class TurnCredit:
     def values(self) -> list[float]:
         return [value for piece in self.pieces for value in piece.values]
 
-    def summary(self, measure: Measure) -> list[str]:
+    def list_labels(self, measure: Measure) -> list[str]:
         """Return the labels of a turn, such as `step reward +0.50` and `advantage +0.83`."""
         values, label = self.values, "not trained"
         if values and measure == "reward":
@@ -87,10 +87,10 @@ class TurnCredit:
 class EpisodeCredit:
     trajectory: Trajectory
     turns: list[TurnCredit]
-    left_out: str | None  # why no token of it is trained
+    untrained_reason: str | None  # why no token of it is trained
 
     @property
-    def total(self) -> float | None:
+    def reward(self) -> float | None:
         """Return the total reward of the episode as the algorithm counts it; None if it was not scored."""
         if (reward := self.trajectory.reward) is None:
             return None
@@ -109,20 +109,20 @@ class GroupCredit:
         return self.episodes[0].trajectory.task.id
 
     @property
-    def largest(self) -> float:
+    def max_value(self) -> float:
         return max((abs(v) for e in self.episodes for turn in e.turns for v in turn.values), default=0.0)
 
     @property
-    def totals(self) -> list[float]:
-        return [episode.total for episode in self.episodes if episode.total is not None]
+    def rewards(self) -> list[float]:
+        return [episode.reward for episode in self.episodes if episode.reward is not None]
 
     @property
-    def overview(self) -> list[str]:
+    def overview_cells(self) -> list[str]:
         """Return the cells of the group's row in the overview table, in the order of `Credit.columns`."""
-        low, high = min(self.totals, default=None), max(self.totals, default=None)
+        low, high = min(self.rewards, default=None), max(self.rewards, default=None)
         rewards = "none" if low is None else f"{low:g}" if low == high else f"{low:g} to {high:g}"
-        num_trained = sum(episode.left_out is None for episode in self.episodes)
-        return [self.task, f"{len(self.episodes)}", f"{num_trained}", rewards, f"{self.largest:.2f}"]
+        num_trained = sum(episode.untrained_reason is None for episode in self.episodes)
+        return [self.task, f"{len(self.episodes)}", f"{num_trained}", rewards, f"{self.max_value:.2f}"]
 
 
 @dataclass(slots=True, frozen=True)
@@ -132,7 +132,7 @@ class Credit:
     measure: Measure
     groups: list[GroupCredit] = field(repr=False)
     notes: list[str]
-    largest: float  # largest absolute value: the strongest colour
+    max_value: float  # largest absolute value: the strongest colour
 
     @property
     def columns(self) -> list[str]:
@@ -140,7 +140,7 @@ class Credit:
 
     def page(self, title: str) -> str:
         """Return a self-contained HTML page; `title` says which episodes it shows."""
-        return render("credit.html.jinja", title=title, credit=self, levels=LEVELS, reward_text=format_reward)
+        return render("credit.html.jinja", title=title, credit=self, levels=SHADES, reward_text=format_reward)
 
     def _repr_html_(self) -> str:
         """Return the first groups for a notebook."""
@@ -149,19 +149,19 @@ class Credit:
             credit=self,
             groups=self.groups[:MAX_CELL_GROUPS],
             left=max(0, len(self.groups) - MAX_CELL_GROUPS),
-            levels=LEVELS,
+            levels=SHADES,
             reward_text=format_reward,
         )
 
-    def level(self, value: float | None) -> int:
+    def get_shade(self, value: float | None) -> int:
         """Return the shade of a value from -LEVELS to LEVELS; 0 only if the value is 0 or None."""
-        if not value or not self.largest:
+        if not value or not self.max_value:
             return 0
-        shade = max(1, min(LEVELS, round(LEVELS * abs(value) / self.largest)))
+        shade = max(1, min(SHADES, round(SHADES * abs(value) / self.max_value)))
         return shade if value > 0 else -shade
 
 
-def coloured(trajectories: Sequence[Trajectory], algorithm: Algorithm, tokenizer: Any) -> Credit:
+def compute_credit(trajectories: Sequence[Trajectory], algorithm: Algorithm, tokenizer: Any) -> Credit:
     """Return the credit that `algorithm` gives to each token of one step's episodes. Episodes with the same `group` are
     compared with each other."""
     measure: Measure = "reward" if "values" in algorithm.needs else "advantage"
@@ -190,8 +190,8 @@ def coloured(trajectories: Sequence[Trajectory], algorithm: Algorithm, tokenizer
                 EpisodeCredit(trajectory, turns, None if is_trained else reasons[member_index] or NO_SIGNAL)
             )
         credits.append(GroupCredit(name, episodes))
-    credits.sort(key=lambda group: -group.largest)
-    return Credit(measure, credits, [NOTES[measure]], credits[0].largest if credits else 0.0)
+    credits.sort(key=lambda group: -group.max_value)
+    return Credit(measure, credits, [NOTES[measure]], credits[0].max_value if credits else 0.0)
 
 
 def decode_pieces(token_ids: Sequence[int], decode: DecodeTokens) -> Iterator[tuple[int, int, str]]:
@@ -199,10 +199,8 @@ def decode_pieces(token_ids: Sequence[int], decode: DecodeTokens) -> Iterator[tu
     together with the previous one, because some tokenizers drop a leading space."""
     previous_start = start = 0  # start of the previous piece, and of the current one
     for end in range(1, len(token_ids) + 1):
-        text, prefix = (
-            decode(token_ids[previous_start:end]),
-            decode(token_ids[previous_start:start]) if start else "",
-        )
+        text = decode(token_ids[previous_start:end])
+        prefix = decode(token_ids[previous_start:start]) if start else ""
         if text.endswith(INCOMPLETE_CHARACTER) and end - start < LONGEST_CHARACTER and end < len(token_ids):
             continue
         yield (start, end, text[len(prefix) :] if text.startswith(prefix) else decode(token_ids[start:end]))

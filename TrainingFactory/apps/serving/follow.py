@@ -35,27 +35,27 @@ SHUTDOWN_SECONDS = 10.0  # seconds to wait at shutdown for a version that is bei
 @contextmanager
 def follow_alias(
     server: ChatServer,
-    resolved: ResolvedModel,
+    model: ResolvedModel,
     overrides: Sequence[str] = (),
-    runs: str | Path = "runs",
-    registry: str | Path | None = None,
+    runs_folder: str | Path = "runs",
+    registry_file: str | Path | None = None,
     notify: Callable[[str], None] = log.warning,
 ) -> Iterator[None]:
     """Make the server follow the alias in its model's name; do nothing if the name has no alias."""
-    name_match = VERSION_NAME.fullmatch(resolved.query)
-    if resolved.version is None or name_match is None or name_match["alias"] is None:
+    name_match = VERSION_NAME.fullmatch(model.query)
+    if model.version is None or name_match is None or name_match["alias"] is None:
         yield
         return
-    catalogue = Catalogue(get_registry_path(runs, registry))
+    catalogue = Catalogue(get_registry_path(runs_folder, registry_file))
 
     def make_config(version_name: str) -> TrainingConfig:
-        return make_serving_config(find_model(version_name, runs, registry), overrides)
+        return make_serving_config(find_model(version_name, runs_folder, registry_file), overrides)
 
-    if samples_elsewhere(make_config(str(resolved.version))):
+    if samples_elsewhere(make_config(str(model.version))):
         raise ValueError(
-            f"{resolved.query}: only engines in this process can follow an alias; name a version, such as AGENT:3"
+            f"{model.query}: only engines in this process can follow an alias; name a version, such as AGENT:3"
         )
-    follower = Follower(server, catalogue, resolved.version.model, name_match["alias"], make_config, notify)
+    follower = Follower(server, catalogue, model.version.model, name_match["alias"], make_config, notify)
     follower.report_problem(None)
     stop_event = threading.Event()
     # A daemon: a large model that is being loaded must not keep a stopped server alive.
@@ -82,9 +82,8 @@ class Follower:
     _failed_version: str = ""  # the version that failed to load
     _retry_at: float = 0.0  # time of its next retry
     _num_loaded: int = 0  # models in memory besides the current one
-    _was_freed: bool = (
-        False  # memory was just released; release again, as the last response may still have held it
-    )
+    # Memory was just released; release again, as the last response may still have held it.
+    _was_freed: bool = False
 
     def watch(self, stop_event: threading.Event) -> None:
         """Poll every `POLL_SECONDS` seconds until `stop_event` is set."""
@@ -142,8 +141,8 @@ def estimate_needed_bytes(config: TrainingConfig, current_model: ServedModel) ->
     """Return the bytes of the weights and of a full KV cache. A model without a local folder, such as an adapter's base
     on the hub, counts as large as the current model."""
     model, base_folder = config.model, Path(config.model.name)
-    size = pick_dtype(model.dtype, pick_device(model.device)).itemsize
-    weight_bytes = size if model.quantization == "none" else 1  # bytes per weight
+    value_bytes = pick_dtype(model.dtype, pick_device(model.device)).itemsize
+    weight_bytes = value_bytes if model.quantization == "none" else 1  # bytes per weight
     folders = [Path(folder) for folder in (base_folder, model.adapter) if folder is not None]
     total_bytes = weight_bytes * sum(map(_count_weights, folders))
     if base_folder.is_dir():
@@ -153,8 +152,8 @@ def estimate_needed_bytes(config: TrainingConfig, current_model: ServedModel) ->
         total_bytes += sum(param.nbytes for param in current_model.model.parameters())
     slots, length = config.sampling.slots, current_model.sampler.max_length
     text_config = model_config.get_text_config()
-    cache_bytes = get_cache_bytes(text_config, slots, length, size)
-    return total_bytes + cache_bytes + get_state_bytes(text_config, slots, size)
+    total_bytes += get_cache_bytes(text_config, slots, length, value_bytes)
+    return total_bytes + get_state_bytes(text_config, slots, value_bytes)
 
 
 def _count_weights(folder: Path) -> int:

@@ -46,12 +46,12 @@ class ChatServer:
         self.name, self.model, self.queue = name, model, queue
         self.num_pending = 0  # requests being parsed, plus choices being sampled or waiting
         self.num_refused = 0  # rejected requests since the start
-        self.folded = 0  # requests since the start whose conversation was folded
-        self.ignored = 0  # requests since the start with fields that the server ignored
+        self.num_folded = 0  # requests since the start whose conversation was folded
+        self.num_ignored = 0  # requests since the start with fields that the server ignored
         self.follows: dict[str, str | None] | None = None  # the followed alias and its problem, for /health
         self._finishing_models: list[weakref.ref[ServedModel]] = []
-        self._writer = ThreadPoolExecutor(1, "chat-template")  # a long prompt must not stop the event loop
-        self._started = int(time.time())
+        self._thread = ThreadPoolExecutor(1, "chat-template")  # a long prompt must not stop the event loop
+        self._start_time = int(time.time())
 
     def switch_model(self, model: ServedModel) -> None:
         """Serve new requests with another model; thread-safe."""
@@ -79,7 +79,7 @@ class ChatServer:
         try:
             with self.admit():
                 request, prompt = await self.read_request(served_model, route, body, model)
-                self.ignored += bool(request.ignored_fields)
+                self.num_ignored += bool(request.ignored_fields)
                 if route.counts_tokens:
                     return dialect.make_token_count(len(prompt))
                 if served_model.folding is not None and len(prompt) > served_model.folding.limit:
@@ -98,15 +98,15 @@ class ChatServer:
 
     def list_models(self) -> dict[str, Any]:
         model = self.model
-        row = {"id": self.name, "object": "model", "created": self._started, "owned_by": "trainingfactory"}
+        row = {"id": self.name, "object": "model", "created": self._start_time, "owned_by": "trainingfactory"}
         row |= {"max_model_len": model.sampler.max_length} | _make_version_field("version", model)
         return {"object": "list", "data": [row]}
 
     def report_health(self) -> dict[str, Any]:
         num_running = min(self.num_pending, self.model.slots)
         counts = {"running": num_running, "waiting": self.num_pending - num_running}
-        counts |= {"refused": self.num_refused, "ignored": self.ignored}
-        counts |= {} if self.model.folding is None else {"folded": self.folded}
+        counts |= {"refused": self.num_refused, "ignored": self.num_ignored}
+        counts |= {} if self.model.folding is None else {"folded": self.num_folded}
         status = {"status": "ok", "model": self.name} | _make_version_field("version", self.model) | counts
         return status | ({} if self.follows is None else self.follows | {"finishing": self.list_finishing()})
 
@@ -116,7 +116,7 @@ class ChatServer:
         """Return the validated request and its prompt tokens."""
         check_body_size(body, served_model.sampler.max_length, served_model.chat.sees_images)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._writer, self._parse_request, served_model, route, body, model)
+        return await loop.run_in_executor(self._thread, self._parse_request, served_model, route, body, model)
 
     def _parse_request(
         self, served: ServedModel, route: Route, body: bytes, model: str | None
@@ -168,7 +168,7 @@ class ChatServer:
         if folded_context is context:
             return prompt
         request.folded = folding.fold
-        self.folded += 1
+        self.num_folded += 1
         return await self._render(model, folded_context.messages, request)
 
     async def _summarize(self, model: ServedModel, folding: Folding, request: ParsedRequest) -> str:
@@ -188,7 +188,7 @@ class ChatServer:
     async def _render(self, model: ServedModel, messages: list[Message], request: ParsedRequest) -> list[int]:
         loop = asyncio.get_running_loop()
         try:
-            return await loop.run_in_executor(self._writer, model.chat.render, messages, request.tools)
+            return await loop.run_in_executor(self._thread, model.chat.render, messages, request.tools)
         except (ValueError, RecursionError) as error:
             problem = f"the chat template cannot render the folded conversation: {error}"
             raise ApiError(problem, "messages") from error
@@ -209,7 +209,7 @@ class ChatServer:
             self.num_pending -= num_choices
 
     def close(self) -> None:
-        self._writer.shutdown()
+        self._thread.shutdown()
 
     async def _sample_choice(
         self,

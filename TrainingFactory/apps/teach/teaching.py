@@ -65,12 +65,12 @@ class Selection:
         if self.best is None:
             yield from rows
             return
-        by_task: dict[str, list[tuple[float, int]]] = defaultdict(list)
+        rewards: dict[str, list[tuple[float, int]]] = defaultdict(list)
         for index, row in enumerate(rows):
             trajectory = read_recorded_episode(row)
             if trajectory.reward is not None:
-                by_task[trajectory.task.id].append((-sum_rewards(trajectory.reward), index))
-        best_indices = {index for ranked in by_task.values() for _, index in sorted(ranked)[: self.best]}
+                rewards[trajectory.task.id].append((-sum_rewards(trajectory.reward), index))
+        best_indices = {index for pairs in rewards.values() for _, index in sorted(pairs)[: self.best]}
         yield from (row for index, row in enumerate(rows) if index in best_indices)
 
 
@@ -82,7 +82,7 @@ class Teaching(Rollouts):
     ) -> None:
         self.folder = folder = folder.expanduser()
         self.settings = replace(settings, cache=settings.cache or str(folder / REPLIES_FILE))
-        self._spending = SpendingLog(folder / SPENDING_FILE)
+        self._spending_log = SpendingLog(folder / SPENDING_FILE)
         earlier_episodes = _load_earlier_episodes(folder)
         super().__init__(config, folder / EPISODES_FILE, episodes, notify=notify)
         save_trajectories(self._partial_file, earlier_episodes.values())  # which it has emptied
@@ -104,11 +104,11 @@ class Teaching(Rollouts):
         return sum(episode.task.id == task_id for episode in self._ended_episodes)
 
     def open_sampler(self) -> tuple[ChatFormat, Sampler]:
-        return TextFormat(), EndpointSampler(self.settings, self.total_usage(), self._spending.add)
+        return TextFormat(), EndpointSampler(self.settings, self.sum_usage(), self._spending_log.add)
 
-    def total_usage(self) -> Usage:
+    def sum_usage(self) -> Usage:
         """Return the total paid usage of all runs in this folder, at the current prices."""
-        return self._spending.sum_usage(self.settings.budget)
+        return self._spending_log.sum_usage(self.settings.budget)
 
     def _check_same_request(self) -> None:
         """Store the teacher and the conditions of its episodes; raise ValueError if the folder has episodes of another
@@ -150,7 +150,7 @@ class Teaching(Rollouts):
         return conversion
 
     def write_report(self, conversion: ConversionResult, metrics: dict[str, float]) -> dict[str, Any]:
-        usage, budget = self.total_usage(), self.settings.budget
+        usage, budget = self.sum_usage(), self.settings.budget
         report: dict[str, Any] = {
             "teacher": self.settings.model,
             "episodes": len(self._ended_episodes),

@@ -47,9 +47,9 @@ def make_episode_row(episode: Json, line_number: int) -> tuple[EpisodeRow, list[
     results = [result for turn in turns for result in _iterate_results(turn)]
     failed_tools = [name for name, result in results if not result.get("ok", True)]
     sampled_ids = [turn["completion"]["token_ids"] for turn in turns]
-    step = group.partition("/")[0]
+    step_text = group.partition("/")[0]
     row = EpisodeRow(
-        number=line_number, step=int(step) + 1 if step.isdecimal() and len(step) < 16 else None,
+        number=line_number, step=int(step_text) + 1 if step_text.isdecimal() and len(step_text) < 16 else None,
         task=str(episode["task"]["id"]), group=group, member=int(episode["member"]) % (1 << 53),
         status=str(episode["status"]),
         reward=None if reward is None else float(reward["outcome"]) + sum(reward.get("steps", ())),
@@ -74,8 +74,8 @@ def _iterate_results(turn: Json) -> Iterator[tuple[str, Json]]:
 def make_episode_view(
     source: bytes | Trajectory, line_number: int, run_name: str | None = None
 ) -> EpisodeView:
-    """Return the view of an episode, without its token ids. `problem` names the parts that cannot be read. `run` is the
-    run whose folder has the images; None: the source contains them."""
+    """Return the view of an episode, without its token ids. `problem` names the parts that cannot be read. `run_name`
+    is the run whose folder has the images; None: the source contains them."""
     line = json.dumps(trajectory_to_dict(source)).encode() if isinstance(source, Trajectory) else source
     view, problems = EpisodeView(row=read_row(line, line_number)[0]), ReadProblems()
     with problems.record_errors(f"line {line_number}"):
@@ -89,14 +89,14 @@ def make_episode_view(
         with problems.record_errors("tools"):
             specs = [spec.get("function", spec) for spec in episode_json["tools"]]
             view.tools = [spec["name"] for spec in specs]
-            view.thousandths = [spec["name"] for spec in specs if _takes_thousandths(spec)]
+            view.thousandths = [spec["name"] for spec in specs if _uses_thousandths(spec)]
         with problems.record_errors("reward"):
             if (reward := episode_json.get("reward")) is not None:
                 view.reward = Reward(*(reward[key] for key in ("outcome", "steps", "parts")))
         with problems.record_errors("turns"):
-            steps = [] if view.reward is None else view.reward.steps
+            rewards = [] if view.reward is None else view.reward.steps
             for index, turn in enumerate(episode_json["turns"]):
-                view.turns.append(_make_turn_view(turn, steps[index] if index < len(steps) else None))
+                view.turns.append(_make_turn_view(turn, rewards[index] if index < len(rewards) else None))
             view.answer = str(view.turns[-1].message.get("content") or "") if view.turns else ""
     if problems.texts:
         view.problem = f"Some parts of this episode cannot be read: {'; '.join(problems.texts)}"[:300]
@@ -117,7 +117,7 @@ def _make_turn_view(turn: Json, step_reward: float | None) -> TurnView:
     )  # fmt: skip
 
 
-def _takes_thousandths(spec: Json) -> bool:
+def _uses_thousandths(spec: Json) -> bool:
     properties = spec.get("parameters", {}).get("properties", {})
     schemas = [properties[name] for name in ("x", "y") if isinstance(properties.get(name), dict)]
     return len(schemas) == 2 and all(

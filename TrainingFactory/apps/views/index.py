@@ -67,7 +67,7 @@ class EpisodeIndex:
         self._db.execute(f"CREATE TABLE episodes (number INTEGER PRIMARY KEY, {columns})")
         self._db.execute("CREATE INDEX by_step ON episodes (step, task)")
 
-    def page(self, query: Query, read_all: bool = False) -> EpisodePage:
+    def get_page(self, query: Query, read_all: bool = False) -> EpisodePage:
         """Return a page of matching episodes. A request reads a limited number of bytes unless `read_all` is set."""
         with self._lock:
             bytes_read, chunk = self._index_new_lines()
@@ -105,9 +105,9 @@ class EpisodeIndex:
             partial=chunk.has_more or (is_cut and len(rows) < max_rows), indexed=chunk.position.offset, size=chunk.size
         )  # fmt: skip
 
-    def episode(self, line_number: int) -> EpisodeView:
+    def get_episode(self, line_number: int) -> EpisodeView:
         """Return one episode by its line number; raise ValueError if there is none."""
-        if not (lines := self.lines("number = ?", line_number)):
+        if not (lines := self.get_lines("number = ?", line_number)):
             raise ValueError(f"run {self.run.name} has no episode {line_number}")
         view = make_episode_view(*lines[0], self.run.name)
         view.tree = self._load_tree(view.row)
@@ -123,15 +123,15 @@ class EpisodeIndex:
         rows = [EpisodeRow(**{name: record[name] for name in EPISODE_COLUMNS}) for record in records]
         return rows if any(record.parent is not None for record in rows) else []
 
-    def group(self, step: int, task: str, group: str | None = None) -> GroupView:
+    def get_group(self, step: int, task: str, group: str | None = None) -> GroupView:
         """Return a task's episodes in a step, of `group` or (None) all groups; raise ValueError if there are none."""
         condition = 'step = ? AND task = ? AND "group" = coalesce(?, "group")'
-        if not (lines := self.lines(condition, step, task, group)):
+        if not (lines := self.get_lines(condition, step, task, group)):
             raise ValueError(f"run {self.run.name} has no episodes of task {task!r} in step {step}")
         members = [make_episode_view(*line, self.run.name) for line in lines]
         return GroupView(step=step, task=task, members=members)
 
-    def lines(self, condition: str, *parameters: Any) -> list[tuple[bytes, int]]:
+    def get_lines(self, condition: str, *parameters: Any) -> list[tuple[bytes, int]]:
         """Return (line, number) of the matching episodes, which must be consecutive, such as those of a step."""
         with self._lock:
             while True:
@@ -152,11 +152,8 @@ class EpisodeIndex:
         bytes_read = 0
         while True:
             chunk = read_new_lines(self.path, self._position, BLOCK_BYTES)
-            num_lines, start, rows = (
-                0 if chunk.was_truncated else self._num_rows,
-                chunk.start,
-                list[tuple[Any, ...]](),
-            )
+            num_lines = 0 if chunk.was_truncated else self._num_rows
+            start, rows = chunk.start, list[tuple[Any, ...]]()
             for num_lines, line in enumerate(chunk.lines, num_lines + 1):  # noqa: B020
                 row, failed_tools = read_row(line, num_lines)
                 tool_names = "".join(f"\n{name}\n" for name in failed_tools)

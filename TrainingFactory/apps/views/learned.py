@@ -39,8 +39,8 @@ def compute_learner_logprobs(run: RunFolder, episodes: Sequence[Trajectory]) -> 
     row_logprobs = iter(logprobs)
     logprobs_by_episode = [[next(row_logprobs) for _ in samples] for samples in samples_by_episode]
     return [
-        [by_row[span.row][span.begin : span.end].tolist() for span in turn_spans(episode)]
-        for episode, by_row in zip(episodes, logprobs_by_episode, strict=True)
+        [logprobs_by_row[span.row][span.begin : span.end].tolist() for span in turn_spans(episode)]
+        for episode, logprobs_by_row in zip(episodes, logprobs_by_episode, strict=True)
     ]
 
 

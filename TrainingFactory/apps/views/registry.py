@@ -20,7 +20,7 @@ MAX_AUDIT_BYTES = 16 << 20
 VERSION_FIELDS = ("model", "number", "created", "who", "description", "digest", "tags")
 
 
-def runs_option(runs_folder: Path) -> str:
+def format_runs_option(runs_folder: Path) -> str:
     """Return the `--runs` option that a command needs; empty for the default folder."""
     return "" if runs_folder == Path("runs") else f" --runs {shlex.quote(str(runs_folder))}"
 
@@ -61,7 +61,7 @@ def make_comparison_view(first: str, second: str, runs: Path, catalogue: Catalog
     first_records, second_records = (_find_records(name, records, catalogue) for name in (first, second))
     pairs = [(a, b) for a in first_records for b in second_records if a.record.id != b.record.id]
     if not pairs:
-        command = f"tfactory compare {first} {second}{runs_option(runs)}"
+        command = f"tfactory compare {first} {second}{format_runs_option(runs)}"
         raise ValueError(f"no two recorded evaluations of {first} and {second}; run: {command}")
     matches = _find_similar(pairs)
     outcomes = [pair_up(a.record, b.record) for a, b in matches]
@@ -104,8 +104,8 @@ def _find_similar(pairs: list[tuple[StoredRecord, StoredRecord]]) -> list[tuple[
 def _find_records(name: str, records: list[StoredRecord], catalogue: Catalogue) -> list[StoredRecord]:
     version, (run_name, _, step) = catalogue.find(name), name.partition("@step-")
     ids = {name} if version is None else {record.get("id") for record in catalogue.evaluations(str(version))}
-    exact = [stored for stored in records if stored.record.id in ids or stored.record.model.name == name]
-    run_records = [stored for stored in records if stored.record.model.run == run_name]
+    exact = [row for row in records if row.record.id in ids or row.record.model.name == name]
+    run_records = [row for row in records if row.record.model.run == run_name]
     return exact or [row for row in run_records if not step or str(row.record.model.step) == step.lstrip("0")]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from TrainingFactory.apps.reports.pages import render
 from TrainingFactory.apps.views.run_tables import list_state_rows
-from TrainingFactory.apps.views.runs import findings
+from TrainingFactory.apps.views.runs import list_findings
 from TrainingFactory.common.charts import Chart, Curve
 from TrainingFactory.runs.episode_texts import format_ending, list_lines_with_images, pick_best_and_worst
 from TrainingFactory.runs.folder import CONFIG, TRAJECTORIES, RunFolder
@@ -30,7 +30,7 @@ CURVES: dict[str, dict[str, str]] = {
 }  # fmt: skip
 SHARE_METRICS = {"accuracy", "tool_success"}  # drawn from 0 to 1
 # Drawn from 0 on.
-AMOUNTS = {"clip_fraction", "entropy", "grad_norm", "length", "length_max", *CURVES["Seconds by phase"]}
+ZERO_BASED = {"clip_fraction", "entropy", "grad_norm", "length", "length_max", *CURVES["Seconds by phase"]}
 MetricRows = Sequence[dict[str, Any]]
 
 
@@ -43,8 +43,8 @@ def render_run_page(run: RunFolder) -> str:
         for name, episode in sample_episodes(run)
     ]
     return render(
-        "run.html.jinja", title=f"Run {run.name}", rows=rows, findings=findings(run), charts=make_charts(run.metrics()),
-        episodes=episodes, config=(run.path / CONFIG).read_text(encoding="utf-8"),
+        "run.html.jinja", title=f"Run {run.name}", rows=rows, findings=list_findings(run),
+        charts=make_charts(run.metrics()), episodes=episodes, config=(run.path / CONFIG).read_text(encoding="utf-8"),
     )  # fmt: skip
 
 
@@ -52,7 +52,7 @@ def make_charts(metrics: MetricRows) -> list[Chart]:
     candidates = [_make_reward_chart(metrics), _make_heldout_chart(metrics)]
     for title, labels in CURVES.items():
         axis_limits = (0.0, 1.0) if labels.keys() <= SHARE_METRICS else (None, None)
-        axis_limits = (0.0, None) if labels.keys() <= AMOUNTS else axis_limits
+        axis_limits = (0.0, None) if labels.keys() <= ZERO_BASED else axis_limits
         curves = [Curve(label, extract_points(metrics, key)) for key, label in labels.items()]
         candidates.append(Chart(title, curves, *axis_limits))
     return [chart for chart in candidates if chart.curves]
@@ -81,10 +81,10 @@ def extract_points(metrics: MetricRows, metric: str) -> list[tuple[float, float]
 
 def sample_episodes(run: RunFolder) -> list[tuple[str, Trajectory]]:
     """Return the best and the worst recorded episode of the first and of the last step."""
-    if not (run.path / TRAJECTORIES).is_file() or not (steps := run.read_consumed_tasks()):
+    if not (run.path / TRAJECTORIES).is_file() or not (tasks_by_step := run.read_consumed_tasks()):
         return []
     episodes: list[tuple[str, Trajectory]] = []
-    for step in dict.fromkeys((min(steps), max(steps))):
+    for step in dict.fromkeys((min(tasks_by_step), max(tasks_by_step))):
         for rank, episode in pick_best_and_worst(run.episodes(step)).items():
             episodes.append((f"Step {step}, {rank}: task {episode.task.id}", episode))
     return episodes

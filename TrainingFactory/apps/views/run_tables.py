@@ -18,7 +18,7 @@ METRIC_FORMATS = {
     "tokens_per_second": "{:.0f}", "tokens_saved": "{:.1%}",
     **{f"seconds/{name}": "{:.2f}" for name in ("step", "generate", "tools", "reward", "update")},
     "episodes/failed": "{:.0f}",
-    **{f"rows_left_out/{why}": "{:.0f}" for why in ("bad", "long", "unused")},
+    **{f"rows_left_out/{reason}": "{:.0f}" for reason in ("bad", "long", "unused")},
 }  # fmt: skip
 # label of a headline metric -> candidates, of which the first that the run has is shown
 HEADLINE_METRICS = {

@@ -43,7 +43,7 @@ MAX_LOG_BYTES = 256 << 10  # maximum bytes of the log in a response
 LISTED_METRICS = (
     "step", "reward", "loss", "tokens_per_second", "eval/success", "eval/success_low", "eval/success_high",
 )  # fmt: skip
-NUMBERS = (int, float)
+NUMERIC = (int, float)
 # Files that a row is computed from; the last one is no progress of the run.
 WATCHED_FILES = (METRICS, STATUS, CONFIG, ENVIRONMENT, FINDINGS, run_files.EVALUATIONS, ANNOTATIONS_FILE)
 BASE_MODEL = "the base model"
@@ -61,7 +61,7 @@ class _CachedRun:
     row: shapes.RunRow | None = None
     position: FilePosition = field(default_factory=FilePosition)
     curves: dict[str, array[float]] = field(default_factory=dict)
-    latest: dict[str, float] = field(default_factory=dict)
+    latest_metrics: dict[str, float] = field(default_factory=dict)
 
     def add_metrics(self, path: Path) -> None:
         """Read the metrics that were appended since the last call; skip invalid lines."""
@@ -69,17 +69,17 @@ class _CachedRun:
         while has_more:
             chunk = read_new_lines(path, self.position, MAX_METRICS_BYTES)
             if chunk.was_truncated:
-                self.curves, self.latest = {}, {}
+                self.curves, self.latest_metrics = {}, {}
             self.position, has_more = chunk.position, chunk.has_more
             for line in chunk.lines:
                 with contextlib.suppress(*READ_ERRORS):
                     self._add_row(read_json(line))
 
     def _add_row(self, row: shapes.Json) -> None:
-        numbers = {name: float(row[name]) for name in LISTED_METRICS if isinstance(row.get(name), NUMBERS)}
-        self.latest |= numbers
+        numbers = {name: float(row[name]) for name in LISTED_METRICS if isinstance(row.get(name), NUMERIC)}
+        self.latest_metrics |= numbers
         if "eval/success" in numbers:
-            self.latest["eval/step"] = numbers.get("step", 0.0)
+            self.latest_metrics["eval/step"] = numbers.get("step", 0.0)
         for name in ("reward", "loss"):
             if isfinite(numbers.get(name, nan)):
                 self.curves.setdefault(name, array("d")).append(numbers[name])
@@ -93,7 +93,7 @@ class Runs:
         self.folder = Path(folder).expanduser()
         self._cached_runs, self._lock = dict[Path, _CachedRun](), threading.Lock()
 
-    def rows(self) -> list[shapes.RunRow]:
+    def list_rows(self) -> list[shapes.RunRow]:
         """Return a row for each run, the oldest first. `problem` says why a run cannot be read."""
         with self._lock:
             self._cached_runs = {
@@ -101,7 +101,7 @@ class Runs:
             }
             return [self._load_row(RunFolder(path)) for path in self._cached_runs]
 
-    def row(self, run: RunFolder) -> shapes.RunRow:
+    def get_row(self, run: RunFolder) -> shapes.RunRow:
         with self._lock:
             return self._load_row(run)
 
@@ -156,7 +156,7 @@ def _make_run_row(run: RunFolder, cached_run: _CachedRun, updated_at: float) -> 
         row.step, row.steps, row.seconds = status.step, status.steps, status.seconds
         row.state = run.state
     with problems.record_errors(FINDINGS):
-        row.findings = sum(finding.last_step is None for finding in findings(run, problems.texts.append))
+        row.findings = sum(finding.last_step is None for finding in list_findings(run, problems.texts.append))
     with problems.record_errors(run_files.EVALUATIONS):
         if config is not None and row.state != "running":  # a running run's own evaluations are the newest
             row.heldout = _find_newest_evaluation(run, row.heldout, config) or row.heldout
@@ -170,7 +170,7 @@ def _make_run_row(run: RunFolder, cached_run: _CachedRun, updated_at: float) -> 
 
 
 def _add_metrics(row: shapes.RunRow, cached_run: _CachedRun) -> None:
-    latest = cached_run.latest
+    latest = cached_run.latest_metrics
     row.reward, row.loss, row.tokens_per_second = map(latest.get, ("reward", "loss", "tokens_per_second"))
     row.spark_of = "reward" if "reward" in cached_run.curves else "loss"
     row.spark = _downsample(cached_run.curves.get(row.spark_of, ()))
@@ -225,8 +225,8 @@ def _find_newest_evaluation(
             if env_id is not None and row.environment not in (env_id, Path(env_id).name):
                 continue
             if heldout is None or row.step >= heldout.step or run.checkpoint_folder(row.step) == run.best():
-                by = f"tfactory eval, {pluralize(row.tasks, 'task')} of {row.environment or 'conversation'}"
-                return shapes.Heldout(**row.model_dump() | {"value": row.success, "by": by})
+                note = f"tfactory eval, {pluralize(row.tasks, 'task')} of {row.environment or 'conversation'}"
+                return shapes.Heldout(**row.model_dump() | {"value": row.success, "by": note})
     return None
 
 
@@ -238,7 +238,7 @@ def _downsample(values: Sequence[float]) -> list[float]:
     return [values[0], *(fmean(values[start:end]) for start, end in pairwise(bounds)), values[-1]]
 
 
-def findings(run: RunFolder, notify: Callable[[str], None] = lambda _: None) -> list[shapes.FindingRow]:
+def list_findings(run: RunFolder, notify: Callable[[str], None] = lambda _: None) -> list[shapes.FindingRow]:
     """Return each finding of a run once, with the steps of its last occurrence. `notify` gets a text for each invalid
     row."""
     rows: dict[str, shapes.FindingRow] = {}
@@ -257,7 +257,7 @@ def findings(run: RunFolder, notify: Callable[[str], None] = lambda _: None) -> 
 
 def make_run_view(run: RunFolder, runs: Runs) -> shapes.RunView:
     """Return a run in full; `notes` names the files that cannot be read."""
-    problems, row, prefix_length = ReadProblems(), runs.row(run), len("step-")
+    problems, row, prefix_length = ReadProblems(), runs.get_row(run), len("step-")
     files = sorted(path for path in run.path.iterdir() if path.is_file() and not path.name.startswith("."))
     view = shapes.RunView(
         row=row, commands={command.split()[-1]: f"tfactory {command} {run.display_path}" for command in RUN_COMMANDS},
@@ -266,21 +266,19 @@ def make_run_view(run: RunFolder, runs: Runs) -> shapes.RunView:
     with problems.record_errors(ENVIRONMENT):
         run_info = run.run_info
         view.about = {key: value for key, value in run_info.items() if key != "model"}
-        parent, base_row = (
-            get_parent({"about": run_info}),
-            {"name": row.model, "what": BASE_MODEL, "rows": []},
-        )
+        parent = get_parent({"about": run_info})
+        base_row = {"name": row.model, "what": BASE_MODEL, "rows": []}
         view.lineage = make_lineage_rows(parent) if parent else [base_row]
     with problems.record_errors(STATUS):
         view.reason = run.status.reason
     with problems.record_errors("checkpoints"):
         best_checkpoint = run.best()
-        names = [(path.name, path == best_checkpoint) for path in run.checkpoints()]
+        pairs = [(path.name, path == best_checkpoint) for path in run.checkpoints()]
         view.checkpoints = [
-            {"name": name, "step": int(name[prefix_length:]), "best": is_best} for name, is_best in names
+            {"name": name, "step": int(name[prefix_length:]), "best": is_best} for name, is_best in pairs
         ]
     with problems.record_errors(FINDINGS):
-        view.findings = findings(run, problems.texts.append)
+        view.findings = list_findings(run, problems.texts.append)
     with problems.record_errors(run_files.EVALUATIONS):
         records = read_records(
             run.path / run_files.EVALUATIONS, lambda note: problems.texts.append(note.removeprefix("note: "))
@@ -365,12 +363,12 @@ def read_metrics_part(run: RunFolder, start_offset: int = 0) -> shapes.MetricsPa
     return metrics
 
 
-def read_log_part(run: RunFolder, after: int = 0) -> shapes.LogPart:
-    """Return the log after byte `after` of its file; a negative value counts from the end."""
+def read_log_part(run: RunFolder, offset: int = 0) -> shapes.LogPart:
+    """Return the log after byte `offset` of its file; a negative value counts from the end."""
     path = run.path / LOG
-    if after < 0 and (after := max(0, stat_file(path)[1] + after)):
-        after = read_new_lines(path, FilePosition(after), 1).position.offset  # start of the next whole line
-    chunk = read_new_lines(path, _make_position(after), MAX_LOG_BYTES)
+    if offset < 0 and (offset := max(0, stat_file(path)[1] + offset)):
+        offset = read_new_lines(path, FilePosition(offset), 1).position.offset  # start of the next whole line
+    chunk = read_new_lines(path, _make_position(offset), MAX_LOG_BYTES)
     text = "".join(f"{line.decode('utf-8', 'replace')}\n" for line in chunk.lines)
     return shapes.LogPart(
         offset=chunk.position.offset, again=chunk.was_truncated, more=chunk.has_more, text=text
