@@ -182,11 +182,11 @@ def test_until_a_run_is_there_options_may_change(asked: dict[str, Any]) -> None:
 def test_recipe_with_generated_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SFT learns from the environment's expert, and the last checkpoint of GRPO is compared with it."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(recipes, "TEXT2SQL_TASKS", {"tasks": 8, "dev": 4, "test": 4})
+    monkeypatch.setattr(recipes, "TEXT2SQL_TASK_COUNTS", {"tasks": 8, "dev": 4, "test": 4})
     options: dict[str, Any] = {"task": "text2sql", "model": "builtin:tiny", "scale": "small"}
     recipe = Recipe(**options, sft=["training.max_steps=1", SHORT_TURNS])
     recipe.prepare(Quiet())
-    assert recipe.runs == ["sft", "grpo"] and recipe.evaluated == {"sft": "sft", "grpo": "grpo"}
+    assert recipe.runs == ["sft", "grpo"] and recipe.models == {"sft": "sft", "grpo": "grpo"}
     for name in recipe.runs:
         recipe.train(name, Quiet())
     recipe.measure("dev", Quiet())
@@ -205,9 +205,9 @@ def test_recipe_with_generated_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_model_that_can_call_tools_starts_with_grpo() -> None:
     coder = Recipe("g", "qwen2.5-coder-1.5b", "coder")
     assert coder.runs == ["grpo"] and coder.configs["grpo"].training.learning_rate == 2e-6
-    assert coder.evaluated == {"base": "qwen2.5-coder-1.5b", "grpo": "grpo"}
+    assert coder.models == {"base": "qwen2.5-coder-1.5b", "grpo": "grpo"}
     other = Recipe("g", "qwen2.5-coder-1.5b", "coder", grpo=["model.name=my.gguf"])
-    assert other.evaluated["base"] == "my.gguf"
+    assert other.models["base"] == "my.gguf"
     assert Recipe("g", "mine", "other").configs["sft"].model.name == "mine"
     with pytest.raises(ValueError, match="qwen25_coder_gsm8k has no SFT stage; remove --sft a=1"):
         Recipe("g", "qwen2.5-coder-1.5b", "coder", sft=["a=1"])
