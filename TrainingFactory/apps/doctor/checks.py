@@ -151,7 +151,8 @@ def describe_images(diagnosis: Diagnosis, rows: Sequence[Sequence[int]]) -> None
     sizes = f"{min_tokens} to {largest.num_tokens}" if min_tokens < largest.num_tokens else f"{min_tokens}"
     diagnosis.facts["images"] = (
         f"{len(images)} different ones of {sizes} tokens, the largest {largest.image.width}x{largest.image.height}; "
-        f"at most {max(map(len, images_by_row))} in a row; {ImageUse.measure_rows(rows, 0).token_share:.0%} of all tokens"
+        f"at most {max(map(len, images_by_row))} in a row; "
+        f"{ImageUse.measure_rows(rows, 0).token_share:.0%} of all tokens"
     )
 
 
