@@ -136,6 +136,10 @@ class SelfScoredEpisode(ToolEnvironment):
         super().__init__(task)
         self.endpoint, self.key = endpoint, key
 
+    async def run_client(self, requests: EpisodeRequests) -> None:
+        """Run or await the client until its episode ends, and set `reported_reward`."""
+        raise NotImplementedError
+
     def reward(self, episode: Episode) -> Reward:
         if self.reported_reward is None or self.reported_reward.reward is None:
             raise Unscored(self.missing_reason)
@@ -151,7 +155,7 @@ class ProgramEpisode(SelfScoredEpisode):
         super().__init__(task, program.endpoint, make_key())
         self._program = program
 
-    async def run_program(self, requests: EpisodeRequests) -> None:
+    async def run_client(self, requests: EpisodeRequests) -> None:
         """Run the program until it exits, then the verifier; raise ProgramFailed if the program fails. All their
         processes are killed at the end, also after an error."""
         program = self._program
@@ -320,12 +324,13 @@ class ProgramRun(EpisodeRun):
         self._sampler = sampler
 
     async def _play_turns(self, environment: Any) -> None:
+        assert isinstance(environment, SelfScoredEpisode)
         endpoint, trajectory, error_text = environment.endpoint, self.trajectory, None
         requests = EpisodeRequests(
             self.rules, self._sampler, self.session, self.seed_of, endpoint.event_counts, endpoint.model
         )
         with endpoint.accept_requests(environment.key, requests):
-            program_task = asyncio.ensure_future(environment.run_program(requests))
+            program_task = asyncio.ensure_future(environment.run_client(requests))
             try:
                 await asyncio.wait({program_task, requests.failure}, return_when=asyncio.FIRST_COMPLETED)
             finally:

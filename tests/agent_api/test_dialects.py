@@ -112,7 +112,7 @@ class DialectEpisode(SelfScoredEpisode):
         super().__init__(native.task, endpoint, make_key())
         self.native, self.dialect, self.stream = native, dialect, stream
 
-    async def play(self, calls: EpisodeRequests) -> None:
+    async def run_client(self, calls: EpisodeRequests) -> None:
         await asyncio.to_thread(self._talk)
 
     def _talk(self) -> None:

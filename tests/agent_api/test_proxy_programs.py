@@ -113,7 +113,7 @@ async def test_a_program_that_kills_what_the_run_started_ends_all_the_same_and_f
     (tmp_path / "others").write_text(" ".join(others))
     (tmp_path / "agent.py").write_text(KILLER)
     program = AgentProgram(shlex.join([sys.executable, "-S", "agent.py"]), {"cwd": str(tmp_path)})
-    playing = asyncio.ensure_future(program(TASK).run_program(None))  # type: ignore[arg-type]
+    playing = asyncio.ensure_future(program(TASK).run_client(None))  # type: ignore[arg-type]
     while not (tmp_path / "ready").exists():
         await asyncio.sleep(0.02)
     playing.cancel()
@@ -131,7 +131,7 @@ def test_a_program_ends_with_a_run_that_is_killed(tmp_path: Path) -> None:
         from TrainingFactory.agent_api.agent_program import AgentProgram
         from TrainingFactory.types import Task
         program = AgentProgram({shlex.join([sys.executable, "-S", "agent.py"])!r}, {{}})
-        asyncio.run(program(Task("t", "?")).play(None))"""
+        asyncio.run(program(Task("t", "?")).run_client(None))"""
     (tmp_path / "agent.py").write_text("import os, sys\nprint(os.environ['TFACTORY_TASK'])\n" + IN_GROUP)
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=env) as run:

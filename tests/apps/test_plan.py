@@ -310,7 +310,7 @@ def test_the_command_prints_figures_with_sources_and_json(
     ("given", "words"),
     [
         (
-            {"gpus": 2, "size": "70B"},
+            {"gpus": 2, "model_size": "70B"},
             [
                 "--gpus 2",
                 "Llama-3.1-70B: the learner does not fit",
@@ -319,21 +319,21 @@ def test_the_command_prints_figures_with_sources_and_json(
             ],
         ),
         (
-            {"gpus": 1, "size": "8B"},
+            {"gpus": 1, "model_size": "8B"},
             ["learner needs 3 or more GPUs of 139.8 GiB", "sampler needs 1", "one must hold both"],
         ),
-        ({"gpus": 8, "size": "5B"}, ["--model-size 5B", "4B, 7B, 8B"]),
-        ({"gpus": 8, "size": "4B", "gpu": "v100"}, ["--gpu v100", "h200, h100, a100"]),
+        ({"gpus": 8, "model_size": "5B"}, ["--model-size 5B", "4B, 7B, 8B"]),
+        ({"gpus": 8, "model_size": "4B", "gpu": "v100"}, ["--gpu v100", "h200, h100, a100"]),
         (
-            {"gpus": 8, "size": "4B", "rates": ["update_mf=1"]},
+            {"gpus": 8, "model_size": "4B", "rates": ["update_mf=1"]},
             ["'update_mf'", "did you mean update_mfu?"],
         ),
-        ({"gpus": 8, "size": "4B", "rates": ["update_mfu=0"]}, ["update_mfu: must be"]),
+        ({"gpus": 8, "model_size": "4B", "rates": ["update_mfu=0"]}, ["update_mfu: must be"]),
         (
-            {"gpus": 8, "size": "4B", "rates": ["tool_seconds=normal:1"]},
+            {"gpus": 8, "model_size": "4B", "rates": ["tool_seconds=normal:1"]},
             ["'normal:1'", "exponential:MEAN"],
         ),
-        ({"gpus": 8, "size": "4B", "run": "nowhere"}, ["nowhere"]),
+        ({"gpus": 8, "model_size": "4B", "run": "nowhere"}, ["nowhere"]),
     ],
 )
 def test_mistakes_are_named(given: dict[str, object], words: list[str]) -> None:

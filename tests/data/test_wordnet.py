@@ -97,7 +97,8 @@ def test_questions_take_several_calls(tmp_path: Path) -> None:
     rows = {row["id"]: row for part in ("sft", "sft_dev") for row in done.rows[part]}
     tasks = {row["id"]: row for part in ("tasks", "dev", "test") for row in done.rows[part]}
     assert (
-        len(tasks) == sum(done.counts[part] for part in ("tasks", "dev", "test")) and done.counts["test"] > 0
+        len(tasks) == sum(done.row_counts[part] for part in ("tasks", "dev", "test"))
+        and done.row_counts["test"] > 0
     )
     assert {row["id"] for row in done.rows["sft"]} == {row["id"] for row in done.rows["tasks"]}
     # Each word once, in one part; what others lead through is not asked about, nor what leads two ways.
@@ -128,8 +129,8 @@ def test_questions_take_several_calls(tmp_path: Path) -> None:
         f'in the sense "{gloss}"' in messages[0].content
         and messages[-1].content == tasks[some["id"]]["answer"]
     )
-    assert len(load_examples(done.rows["sft"], "sft")) == done.counts["sft"]
-    assert len(load_tasks(done.rows["tasks"])) == done.counts["tasks"]
+    assert len(load_examples(done.rows["sft"], "sft")) == done.row_counts["sft"]
+    assert len(load_tasks(done.rows["tasks"])) == done.row_counts["tasks"]
     plain = asyncio.run(prepare_wordnet(tmp_path, plain=True)).rows["sft"][0]
     assert [message["role"] for message in plain["messages"]] == [
         "user",
@@ -194,7 +195,7 @@ def test_the_recipe_from_files_to_figures(tmp_path: Path, tfactory: Run) -> None
 @pytest.mark.skipif(not (REAL / "data.noun").is_file(), reason=f"WordNet is not in {REAL} (or $WORDNET)")
 def test_the_real_files() -> None:
     done = asyncio.run(prepare_wordnet(REAL))
-    assert done.counts["tasks"] > 4500 and min(done.counts["dev"], done.counts["test"]) > 600
+    assert done.row_counts["tasks"] > 4500 and min(done.row_counts["dev"], done.row_counts["test"]) > 600
     parts = [set(asked(done, part)) for part in ("tasks", "dev", "test")]
     assert not (parts[0] & parts[1] or parts[0] & parts[2] or parts[1] & parts[2])
     kinds = Counter(row["id"].split("-")[0] for part in ("tasks", "dev", "test") for row in done.rows[part])

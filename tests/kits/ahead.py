@@ -92,7 +92,7 @@ class Learner:
         self.rows: list[dict[str, Any]] = []
         self.ledger = Ledger(self.order)
         if before is not None:
-            self.done, self.rows = before.done, before.decoded_rows
+            self.done, self.rows = before.done, before.rows
             self.ledger = Ledger.from_state(self.order, {"step": before.done} | before.ledger.make_state())
         self.script.policy_version = self.done
         tasks: Any = [Task(f"t{number}", "?") for number in range(size)]

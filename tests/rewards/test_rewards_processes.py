@@ -165,9 +165,9 @@ def test_rewards_go_to_processes_where_that_is_asked_for(file: Path):
         return make_reward(TrainingConfig(reward=section, optimization=many))
 
     rule = {"type": "rule_based", "options": {"rule": "contains"}}
-    assert [each.model.adapted.name for each in made(rule).workers] == ["ContainsRule"] * 2
+    assert [each.model.adapted_reward.name for each in made(rule).workers] == ["ContainsRule"] * 2
     verifier = {"type": "tool_verified", "options": {"verify": "calculated"}}
-    assert [each.model.adapted.name for each in made(verifier).workers] == ["CalculatedRule"] * 2
+    assert [each.model.adapted_reward.name for each in made(verifier).workers] == ["CalculatedRule"] * 2
     here, there = scored(rule, None, group_size=2), scored(rule, many, group_size=2)
     assert [each.reward for each in here] == [each.reward for each in there] != [None, None]
     for name in [name for name, kind in RULES.items() if issubclass(kind, ToolRule)]:

@@ -46,9 +46,9 @@ class EpisodeRequest(BaseModel):
 class RemoteEpisode(SelfScoredEpisode):
     """Episode that an HTTP client plays with the episode's key until it posts a reward."""
 
-    async def play(self, calls: EpisodeRequests) -> None:
-        await calls.reward_reported.wait()
-        self.reported_reward = calls.reported_reward
+    async def run_client(self, requests: EpisodeRequests) -> None:
+        await requests.reward_reported.wait()
+        self.reported_reward = requests.reported_reward
         if self.reported_reward is None:
             raise ProgramFailed("the proxy stopped before a reward was posted")
 
