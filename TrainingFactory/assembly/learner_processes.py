@@ -185,7 +185,7 @@ class Learners:
         return ranks.local_policy, cast(Policy, ranks)
 
     async def end_ranks(self, report: TrainingReport) -> None:
-        """End the other processes; processes of a launcher receive the report."""
+        """End the other learner processes; those that a launcher started get the error report."""
         if self._ranks is not None:
             await self._ranks.close(report)
 

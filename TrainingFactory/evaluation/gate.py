@@ -65,7 +65,7 @@ class Gate(Section):
         return 0.0 - (self.not_worse or 0.0)
 
     def find_problems(self, entries: Sequence[str]) -> list[Problem]:
-        """Return a problem for each guard without a limit or with an entry that is not in `entries`, the suite's."""
+        """Return one text per invalid guard: it has no limit, or its entry is not among the suite's `entries`."""
         references = [(("gate", "entry"), self.entry)]
         references += [(("gate", "guards", i, "entry"), guard.entry) for i, guard in enumerate(self.guards)]
         message = f"is not an entry of the suite. Its entries: {', '.join(entries)}"

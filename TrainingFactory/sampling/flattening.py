@@ -56,7 +56,7 @@ def flatten_plan(table: SlotTable, plan: StepPlan, start: int, layout: TileLayou
 def _find_logit_rows(
     table: SlotTable, plan: StepPlan, fed_counts: np.ndarray, row_starts: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return four fields of a `FlatBatch`, from `rows` on, for all dense tokens and the last tokens of prompts."""
+    """Return `rows` and the three fields after it of a `FlatBatch`: dense tokens and last prompt tokens."""
     known_after = np.zeros(plan.rows, np.int64)  # [R] known tokens after the row's first fed token
     known_after[plan.dense] = table.lengths[plan.dense] - table.stored[plan.dense] - 1
     if plan.feeds_unused and plan.guesses is None and not len(plan.slots):  # one token per row

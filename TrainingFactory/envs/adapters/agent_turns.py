@@ -29,7 +29,7 @@ class AgentEpisode:
         raise NotImplementedError
 
     def make_final_answer(self, result: Any) -> dict[str, Any]:
-        """Return the answer to the last `step` from the result of a finished run, without the key `done`."""
+        """Convert the result of a finished run to the response of the last `step`, without the key `done`."""
         raise NotImplementedError
 
     async def start(self, run_coroutine: Coroutine[Any, Any, Any]) -> None:

@@ -104,8 +104,8 @@ def read_examples(rows: Any, split: str = "train", count: int | None = None) -> 
 
     def convert(row: DatasetRow, row_number: int) -> dict[str, Any]:
         columns = row.columns
-        has_answer = columns.keys() & {"completion", "messages", "chosen"}
-        if {"question", "answer"} <= columns.keys() and not has_answer:
+        answer_columns = columns.keys() & {"completion", "messages", "chosen"}
+        if {"question", "answer"} <= columns.keys() and not answer_columns:
             columns = make_sft_row(columns)
         return _unwrap_template(columns)
 

@@ -97,7 +97,7 @@ def train(
 
 
 def make_config_sections(algorithm: str, keys: Mapping[str, Any], num_rows: int) -> dict[str, dict[str, Any]]:
-    """Convert the textbook's keys to sections of a config, which validates the values."""
+    """Convert the HelloAgents textbook's keys to config sections. The config validates the values."""
     options = {key: value for key, value in keys.items() if value is not None}
     if accumulation_steps := options.get("gradient_accumulation_steps"):
         options["batch_size"] = options.get("batch_size", BATCH_SIZE) * accumulation_steps

@@ -154,7 +154,7 @@ class Env(ForeignEnvironment):
     # Methods for subclasses to override
 
     def verify_tool(self, data_source: Any, solution_str: str, ground_truth: Any, extra_info: Any) -> Any:
-        """Return a verification of the model's text, which is stored in `ground_truth["verified_results"]`."""
+        """Verify the model's text; the caller stores the result in `ground_truth["verified_results"]`."""
         raise NotImplementedError
 
     def _compute_score_with_rules(self, data: Any, tokenizer: Any, if_val: bool = False) -> Any:

@@ -99,7 +99,7 @@ class Expansion:
 
 
 def _parse_training_command(path: str, commands: Sequence[tuple[int, list[str]]]) -> LaunchScript:
-    """Parse the words of the only training command."""
+    """Parse the arguments of the script's training command; a script with several is rejected."""
     trainings = [(line_number, words) for line_number, words in commands if any(map(_is_training, words))]
     if len(trainings) != 1:
         reason = "no command `python3 -m verl.trainer.main_ppo key=value ...`. Use a script of RL-Factory."

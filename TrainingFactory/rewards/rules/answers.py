@@ -19,7 +19,7 @@ from TrainingFactory.types import Reward, Task, Trajectory
 
 MAX_BOXES = 50  # boxes that are searched, from the end
 MAX_BOX_CHARS = 2000
-MAX_TAGS = 200  # characters of closing tags after an answer
+MAX_TAG_CHARS = 200  # of closing tags after an answer
 THINK_START, THINK_END = "<think>", "</think>"
 ExtractMode = Literal["auto", "whole", "marker", "boxed", "tag", "last_line", "last_number"]
 
@@ -192,7 +192,7 @@ def _find_line_after(text: str, position: int) -> str | None:
     if not lines:
         return None
     line = " ".join(lines) if _OR_CONTINUATION.match(lines[-1]) else lines[0]
-    return line[:-MAX_TAGS] + _CLOSING_TAGS.sub("", line[-MAX_TAGS:])
+    return line[:-MAX_TAG_CHARS] + _CLOSING_TAGS.sub("", line[-MAX_TAG_CHARS:])
 
 
 def _find_tagged_text(text: str) -> tuple[int, str] | None:
