@@ -92,7 +92,7 @@ def by_function(folder: Path) -> Ask:
         if path == "/api/runs":
             return {"runs": [row.model_dump() for row in runs.list_rows()]}
         if path.endswith("/metrics"):
-            return read_metrics_part(runs.find("live"), **given).model_dump()
+            return read_metrics_part(runs.find("live"), given.get("after", 0)).model_dump()
         if path.endswith("/episodes"):
             return index.get_page(Query(**given)).model_dump()
         return index.get_episode(int(path.rpartition("/")[2])).model_dump()

@@ -155,7 +155,7 @@ class Learners:
         exit_stack.callback(session.remove_group, group)
         options = {"group": group, "num_cpus": 1, "num_gpus": gpus}
         actors = [
-            RayWorker(SERVE_FUNCTION, role=f"learner {i + 1}", bundle=i, **options)
+            RayWorker(SERVE_FUNCTION, role=f"learner {i + 1}", bundle_index=i, **options)
             for i in range(num_learners - 1)
         ]
         return await in_thread(ray.util.get_node_ip_address), actors

@@ -73,7 +73,7 @@ async def list_tools(
         if servers.named_tools:
             sources[""] = "built-in tools named in the file"
         for name, source in sources.items():
-            offers = [offer for offer in servers.offers if offer.server_name == name]
+            offers = [offer for offer in servers.offers if offer.server == name]
             show.print_table([(name, f"{source}: {show.pluralize(len(offers), 'tool')}")])
             rows = []
             for offer in offers:

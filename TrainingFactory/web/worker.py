@@ -89,7 +89,7 @@ def tools(arguments: dict[str, Any], report: ProgressCallback) -> list[dict[str,
 
     async def fetch_tools() -> list[dict[str, Any]]:
         async with MCPTools.load_from_config(arguments["path"]) as servers:
-            return [asdict(offer.spec) | {"server": offer.server_name} for offer in servers.offers]
+            return [asdict(offer.spec) | {"server": offer.server} for offer in servers.offers]
 
     return asyncio.run(fetch_tools())
 

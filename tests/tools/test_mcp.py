@@ -313,4 +313,4 @@ async def test_a_file_may_name_tools_of_ours_beside_servers(tmp_path: Path) -> N
         assert (await call(tools, "python", code="print(6 * 7)")).content.strip() == "42"
     path.write_text("['calculator']")
     async with MCPTools.load_from_config(path) as tools:
-        assert [(offer.server_name, offer.spec.name) for offer in tools.offers] == [("", "calculator")]
+        assert [(offer.server, offer.spec.name) for offer in tools.offers] == [("", "calculator")]

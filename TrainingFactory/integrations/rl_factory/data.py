@@ -124,11 +124,11 @@ class JudgeWorkers:
     def __init__(self, ask_judge: AskJudge, tokenizer: MessageTokenizer) -> None:
         self._ask, self._tokenizer, self._loop = ask_judge, tokenizer, asyncio.get_running_loop()
 
-    def score(self, prompts: Sequence[str], read_reply: Callable[[str], float] | None = None) -> list[float]:
-        """Return the score that `read_reply` extracts from each judge reply; without it, the judge's own verdict."""
+    def score(self, prompts: Sequence[str], read: Callable[[str], float] | None = None) -> list[float]:
+        """Return the score that `read` extracts from each judge reply; without it, the judge's own verdict."""
 
         async def ask_all() -> list[float]:
-            return await asyncio.gather(*(self._ask(_to_messages(prompt), read_reply) for prompt in prompts))
+            return await asyncio.gather(*(self._ask(_to_messages(prompt), read) for prompt in prompts))
 
         return asyncio.run_coroutine_threadsafe(ask_all(), self._loop).result()
 

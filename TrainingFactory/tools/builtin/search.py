@@ -251,5 +251,7 @@ def make_search_schema(top_k: int) -> dict[str, Any]:
 
 
 def _find_index_folder(index_dir: str | Path | None) -> Path:
+    if index_dir:
+        return Path(index_dir)
     cache_root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(index_dir) if index_dir else Path(cache_root) / "training-factory" / "search"
+    return Path(cache_root) / "training-factory" / "search"

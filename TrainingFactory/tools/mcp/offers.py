@@ -36,7 +36,7 @@ class OfferedTool:
 class Offer:
     """A server's tool as models see it. It does not change during the lifetime of its `MCPTools`."""
 
-    server_name: str  # empty for a catalog tool that the config names
+    server: str  # its name; empty for a catalog tool that the config names
     remote_name: str  # its name on the server
     spec: ToolSpec
     options: ToolOptions
