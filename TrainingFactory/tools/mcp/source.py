@@ -131,7 +131,7 @@ class MCPSession:
         self._sessions = [tool_source.session() for tool_source in source._list_sources()]
         self.named_tools = [tool for tool in source.named_tools.values() if not isinstance(tool, ToolSource)]
         self.named_tools += [tool for session in self._sessions for tool in session.tools]
-        self.tools = [MCPTool(offer, self) for offer in source.offers if offer.server_name] + self.named_tools
+        self.tools = [MCPTool(offer, self) for offer in source.offers if offer.server] + self.named_tools
 
     def get_connection(self, server_name: str) -> SharedServer | EpisodeConnection:
         """Return the connection that carries this episode's calls to the server."""
