@@ -16,6 +16,7 @@ import pytest
 from tests.kits import mcp as kit
 from tests.kits.mcp import Started, call
 from tests.kits.pictures import picture
+from tests.kits.python import make as make_python_tool
 from tests.kits.waiting import until
 from TrainingFactory.protocols import Tool, ToolSource
 from TrainingFactory.tools import AsyncToolExecutor, MCPTools
@@ -303,6 +304,7 @@ async def test_a_server_for_mcp_1_runs_unchanged_and_keeps_its_sitecustomize(tmp
 
 async def test_a_file_may_name_tools_of_ours_beside_servers(tmp_path: Path) -> None:
     """RL-Factory's form: texts in the list of a .pydata file."""
+    make_python_tool()  # skips the test where nothing isolates code
     path = tmp_path / "tools.pydata"
     path.write_text(repr(["code_interpreter", "calculator", {"mcpServers": {"tiny": kit.own("tiny.py")}}]))
     async with MCPTools.load_from_config(path) as tools:
