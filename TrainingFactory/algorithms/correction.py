@@ -42,8 +42,8 @@ def compute_importance_weights(
     uses_sequence_ratios: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | float, dict[str, float]]:
     """Return the log-probs in the denominator of the policy ratio, the weights of the tokens, and metrics that are
-    summed over packs. `clip`: the loss's bounds below and above 1; None if it has none. `uses_sequence_ratios`: of the
-    loss."""
+    summed over packs. `clip`: the loss's bounds below and above 1; None if it has none. Set `uses_sequence_ratios`
+    if the loss uses the ratio of whole sequences."""
     if correction is None:
         return tokens.sampled_logprobs, 1.0, {}
     assert tokens.old_logprobs is not None

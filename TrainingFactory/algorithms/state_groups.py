@@ -4,7 +4,8 @@ the same state are compared with each other:
     S[i, t] = V[i, t] - mean of V[j, u] over the task's turns (j, u) whose state is that of (i, t)
 
 V is the return from the turn on. The mean is over all turns of the state, or with `excludes_own_tree` over those of
-other episodes, which do not depend on the turn's action. S is 0 where the mean is over no turn, or the state has none.
+other episodes, which do not depend on the turn's action. S is 0 where the mean is over no turn,
+or the state has no name.
 """
 
 from __future__ import annotations
