@@ -6,6 +6,7 @@ import asyncio
 import functools
 import gc
 import inspect
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,9 @@ from hypothesis.internal.conjecture import providers
 
 from tests.kits.cli import Run
 from tests.kits.scale import scale, vllm_place  # noqa: F401  # fixtures
+
+# Many tests compare bits, which only CPUs repeat. The benchmarks gpu_*.py measure GPUs.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 gc.disable()  # until all modules are imported: none of what they make is garbage, and looking for it takes seconds
 

@@ -36,6 +36,7 @@ class StepWindow:
     past_steps: Sequence[StepMetrics]  # before the latest
     episodes: Sequence[Trajectory]  # of the last step
     max_logprob_diff: float
+    evaluations: Sequence[StepMetrics] = ()  # the first on held-out tasks, and the latest
 
     def collect(self, metric: str) -> list[float]:
         """Return the metric's values in the last steps; an empty list if a step lacks the metric."""
@@ -72,12 +73,15 @@ class FindingTracker:
         self._max_logprob_diff = 0.05 if num_updates == 1 else 0.2
         self._first_steps: list[StepMetrics] = []
         self._recent_steps: list[StepMetrics] = []
+        self._evaluations: list[StepMetrics] = []
         self._absent_steps: dict[str, int] = {}  # name of a reported finding -> consecutive steps without it
         for metrics in earlier_metrics:
             self.observe(int(metrics["step"]), metrics, ())
 
     def observe(self, step: int, metrics: StepMetrics, episodes: Sequence[Trajectory]) -> list[FindingChange]:
         """Add the metrics of a step; return the findings that appeared and those that disappeared."""
+        if "eval/success_low" in metrics:
+            self._evaluations = [*self._evaluations[:1], metrics]
         if "seconds/step" not in metrics:  # an evaluation before the first step
             return []
         self._recent_steps = [*self._recent_steps, metrics][-(self._num_steps + BASELINE_STEPS) :]
@@ -86,7 +90,9 @@ class FindingTracker:
         if len(self._recent_steps) < self._num_steps:
             return []
         steps, past_steps = self._recent_steps[-self._num_steps :], self._recent_steps[: -self._num_steps]
-        window = StepWindow(steps, self._first_steps, past_steps, episodes, self._max_logprob_diff)
+        window = StepWindow(
+            steps, self._first_steps, past_steps, episodes, self._max_logprob_diff, self._evaluations
+        )
         last_window = replace(window, steps=steps[-1:])
         changes: list[FindingChange] = []
         for rule in FINDING_RULES:
@@ -198,6 +204,17 @@ def _detect_gradient_jump(window: StepWindow) -> str | None:
         return f"The gradient norm rose from {baseline:.3g} to {norms[-1]:.3g}"
 
 
+def _detect_heldout_drop(window: StepWindow) -> str | None:
+    if not window.evaluations:
+        return None
+    first, latest = window.evaluations[0], window.evaluations[-1]
+    if latest["eval/success_high"] < first["eval/success_low"]:
+        return (
+            f"Success on held-out tasks fell from {first['eval/success']:.3g} to {latest['eval/success']:.3g}, and the "
+            "95 % intervals do not overlap"
+        )
+
+
 def _detect_judge_failures(window: StepWindow) -> str | None:
     requests = [row.get("judge/requests", 0.0) + row.get("judge/cached", 0.0) for row in window.steps]
     failures = [sum(v for k, v in row.items() if k.startswith("judge/failed_")) for row in window.steps]
@@ -290,6 +307,8 @@ FINDING_RULES = (
         "step has several updates, lower training.learning_rate or training.update_epochs."),
     FindingRule("gradient_jump", _detect_gradient_jump, "Lower training.learning_rate or training.max_grad_norm, and "
         "start a new run from the checkpoint before the jump (model.name=RUN@step-N)."),
+    FindingRule("heldout_falling", _detect_heldout_drop, "Stop the run, lower training.learning_rate, and start again "
+        "from the model of the first step. If logprob_diff is high, set model.dtype=float32."),
     FindingRule("judge_failing", _detect_judge_failures, "Run tfactory judge audit to see why. Check reward.options: "
         "base_url, model, timeouts, budget."),
     FindingRule("most_filtered", _detect_filtering, "Inspect the dropped episodes (tfactory runs episodes RUN). Use "

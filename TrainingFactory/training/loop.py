@@ -251,15 +251,11 @@ class TrainingLoop:
             self.progress.unlogged_metrics = {"epoch": epoch} | metrics
             raise
         except SamplersLost:
-            await self._log_metrics(epoch, metrics)  # the step itself is complete
+            await self._log_metrics(epoch, metrics, batch.trajectories)  # the step itself is complete
             raise
-        await self._log_metrics(epoch, metrics)
+        await self._log_metrics(epoch, metrics, batch.trajectories)
         if batch.is_sampled and (self._is_save_due() or self.progress.steps == 1):
             await in_thread(self.trackers.episodes, self.progress.steps, batch.trajectories)
-        for change in self.doctor.observe(self.progress.steps, metrics, batch.trajectories):
-            await in_thread(self.run.append, FINDINGS, change.row)
-            if change.finding is not None:
-                self.watcher.say(f"FINDING step {change.step}: {change.finding.text}")
 
     def _write_calls(self, batch: StepGroups) -> None:
         """Record the tool calls of a step, and drop those of discarded groups."""
@@ -283,7 +279,10 @@ class TrainingLoop:
             "kept_tasks": sum(map(bool, accepted_groups)) / len(accepted_groups),
         }
 
-    async def _log_metrics(self, epoch: int, metrics: dict[str, float]) -> None:
+    async def _log_metrics(
+        self, epoch: int, metrics: dict[str, float], episodes: Sequence[Trajectory] = ()
+    ) -> None:
+        """Log the metrics of a step, and report the findings that they show."""
         num_done = self.progress.steps
         await in_thread(
             self._write_metrics, {"step": num_done, "epoch": epoch, "time": time.time()} | metrics
@@ -293,6 +292,10 @@ class TrainingLoop:
         self.rows.append({"step": num_done} | metrics)
         self.scores.add_row(self.rows[-1])
         self.watcher.step(num_done, self.num_steps, metrics)
+        for change in self.doctor.observe(num_done, metrics, episodes):
+            await in_thread(self.run.append, FINDINGS, change.row)
+            if change.finding is not None:
+                self.watcher.say(f"FINDING step {change.step}: {change.finding.text}")
 
     def _write_metrics(self, row: dict[str, float]) -> None:
         self.run.append(METRICS, row | self.system_monitor.read_metrics())

@@ -46,6 +46,18 @@ def interval(side: dict[str, Any], prefix: str = "") -> str:
     return "{:.3f} ({:.3f} to {:.3f})".format(*values)
 
 
+def test_figures_of_gemma_are_those_of_its_results() -> None:
+    found = json.loads((ROOT / "docs/results/gemma3-270m.json").read_text(encoding="utf-8"))
+    names = {"dev": "held-out", "test": "test"}
+    for split, temperatures in found["evaluations"].items():
+        for temperature, each in temperatures.items():
+            assert f"| {names[split]}, {temperature} | {interval(each['sft'])} |" in PAGE.text
+    evaluations = found["runs"]["grpo"]["evaluations"]
+    start, *later = [f"{evaluation['eval/success']:.3f}" for evaluation in evaluations]
+    assert [evaluation["step"] for evaluation in evaluations] == [0, 20, 40, 60]
+    assert "{} after SFT, {} after 20 steps, {} after 40, {} after 60 |".format(start, *later) in PAGE.text
+
+
 def test_figures_of_the_coder_model_are_those_of_the_results() -> None:
     def row(*cells: str) -> None:
         assert f"| {' | '.join(cells)} |" in PAGE.text

@@ -97,9 +97,28 @@ def test_few_calls_count_as_none() -> None:
 
 
 def test_every_check_is_provoked_and_has_its_place_in_the_docs() -> None:
-    assert [check.name for check in FINDING_RULES] == [*PROVOKED]
+    by_evaluations = {"heldout_falling"}
+    assert {check.name for check in FINDING_RULES} == {*PROVOKED} | by_evaluations
     page = (Path(__file__).parents[2] / "docs" / "DOCTOR.md").read_text(encoding="utf-8")
     assert {check.name for check in FINDING_RULES} <= {*re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)}
+
+
+def test_held_out_success_below_that_of_the_first_evaluation() -> None:
+    def evaluated(success: float) -> dict[str, float]:
+        return {
+            "eval/success": success,
+            "eval/success_low": success - 0.1,
+            "eval/success_high": success + 0.1,
+        }
+
+    tracker = FindingTracker()
+    assert tracker.observe(0, evaluated(0.5), ()) == []  # before the first step
+    assert told(tracker, 1, 9) == told(tracker, 10, 1, **evaluated(0.35)) == []  # the intervals overlap
+    [change] = told(tracker, 20, 1, **evaluated(0.25))
+    assert change.finding is not None and "from 0.5 to 0.25" in change.finding.sentence
+    assert told(tracker, 21, 9) == told(tracker, 30, 1, **evaluated(0.2)) == []  # reported once
+    [gone] = told(tracker, 31, 1, **evaluated(0.45)) + told(tracker, 32, 4)
+    assert (gone.name, gone.step, gone.finding) == ("heldout_falling", 33, None)
 
 
 def test_what_looks_alike_and_is_healthy() -> None:
@@ -188,6 +207,27 @@ def test_a_run_says_what_it_sees_and_goes_on_saying_it(tmp_path: Path) -> None:
         train(brief(tmp_path), "b", Quiet(fail_at=4), environment=Same)
     go_on(broken, Same)
     assert rows(broken / FINDINGS) == lines
+
+
+class Fading(Offering):
+    """Rewards the four episodes of the first evaluation, and none after them."""
+
+    num_scored = 0
+
+    def reward(self, episode: Any) -> float:
+        Fading.num_scored += 1
+        return float(Fading.num_scored <= 4)
+
+
+def test_a_run_compares_with_the_evaluation_before_its_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Fading, "num_scored", 0)
+    watcher = Quiet()
+    config = brief(tmp_path, training={"eval_every": 4}, data={"heldout_count": 4})
+    train(config, "a", watcher, environment=Fading)
+    [heard] = [text for text in watcher.said if "heldout_falling" in text]
+    assert heard.startswith("FINDING step 4: ") and "from 1 to 0" in heard
 
 
 def test_findings_have_their_steps(tmp_path: Path) -> None:
