@@ -158,13 +158,14 @@ def _find_fork_budget_problems(
     if (max_episodes := branching.max_episodes) is None and num_leaves > MAX_LEAVES:
         text = f"allows {num_leaves} episodes per task. Lower it, or set training.branching.max_episodes"
         yield ("max_forks",), text
-    if max_episodes is not None and max_episodes < (min_episodes := group_size + continuations - 1):
+    min_episodes = group_size + continuations - 1
+    if max_episodes is not None and max_episodes < min_episodes:
         text = f"is {max_episodes}, too small for any fork with training.group_size={group_size}"
         yield ("max_episodes",), f"{text}. Use {min_episodes} or more"
-    min_episodes = (group_size * (continuations * config.sampling.max_tokens - 1)) + 1
-    if (max_episodes := branching.max_tokens) is not None and max_episodes < min_episodes:
-        text = f"is {max_episodes}, too small for any fork: each continuation needs sampling.max_tokens="
-        yield ("max_tokens",), f"{text}{config.sampling.max_tokens}. Use {min_episodes} or more"
+    min_tokens = group_size * (continuations * config.sampling.max_tokens - 1) + 1
+    if (max_tokens := branching.max_tokens) is not None and max_tokens < min_tokens:
+        text = f"is {max_tokens}, too small for any fork: each continuation needs sampling.max_tokens="
+        yield ("max_tokens",), f"{text}{config.sampling.max_tokens}. Use {min_tokens} or more"
 
 
 def check_steps(config: TrainingConfig, steps: int) -> None:
