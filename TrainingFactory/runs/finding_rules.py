@@ -133,6 +133,8 @@ def _detect_no_tool_call(window: StepWindow) -> str | None:
     example = find_unparsed_call(window.episodes)
     if example is not None:
         return f"{subject} called a tool, but this reply looks like a call that was not parsed: {example!r}"
+    if not window.episodes:  # of a step that was sampled before the run resumed
+        return f"{subject} called a tool"
     return f"{subject} called a tool, and no reply looks like an unparsed call"
 
 
@@ -308,7 +310,7 @@ FINDING_RULES = (
     FindingRule("gradient_jump", _detect_gradient_jump, "Lower training.learning_rate or training.max_grad_norm, and "
         "start a new run from the checkpoint before the jump (model.name=RUN@step-N)."),
     FindingRule("heldout_falling", _detect_heldout_drop, "Stop the run, lower training.learning_rate, and start again "
-        "from the model of the first step. If logprob_diff is high, set model.dtype=float32."),
+        "from the model before the first step. If logprob_diff is high, set model.dtype=float32."),
     FindingRule("judge_failing", _detect_judge_failures, "Run tfactory judge audit to see why. Check reward.options: "
         "base_url, model, timeouts, budget."),
     FindingRule("most_filtered", _detect_filtering, "Inspect the dropped episodes (tfactory runs episodes RUN). Use "

@@ -151,10 +151,9 @@ class Runner:
         """Return whether the logits of the steps are about as far from those in float32 as the 16-bit model's own.
         Rounding alone moves the logits of some models (Gemma 3 after SFT) far at many tokens, in every implementation,
         so that single sequences say little."""
-        float32_model = _copy_to_float32(model)
-        if float32_model is None:
+        exact_logits = _compute_float32_logits(model, sequences)
+        if exact_logits is None:
             return False
-        exact_logits = _compute_model_logits(float32_model, sequences)
         model_error = _measure_error(_compute_model_logits(model, sequences), exact_logits)
         return _measure_error(self._compute_step_logits(sequences), exact_logits) < min(2 * model_error, 0.5)
 
@@ -441,11 +440,12 @@ def _measure_error(logits: torch.Tensor, expected: torch.Tensor) -> float:
     return max(float(part_errors.median()) for part_errors in errors.split([8, 7], dim=1))
 
 
-def _copy_to_float32(model: PreTrainedModel) -> PreTrainedModel | None:
-    """Return a float32 copy of the model, or None if its weights are quantized or the copy does not fit into memory."""
+def _compute_float32_logits(model: PreTrainedModel, sequences: torch.Tensor) -> torch.Tensor | None:
+    """Return the logits of a float32 copy of the model, or None if its weights are quantized or the copy does not fit
+    into memory."""
     if getattr(model, "is_quantized", False):  # third-party object
         return None
     try:
-        return copy.deepcopy(model).float()
+        return _compute_model_logits(copy.deepcopy(model).float(), sequences)
     except torch.OutOfMemoryError:
         return None

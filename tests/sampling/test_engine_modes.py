@@ -272,8 +272,22 @@ def test_16_bit_logits_may_be_as_far_from_float32_as_the_model_s_own(
         head.weight += 10
     if wrong:
         plain = Runner._make_attention_mask
-        monkeypatch.setattr(Runner, "_make_attention_mask", lambda *args: 0 * plain(*args))
+        monkeypatch.setattr(Runner, "_make_attention_mask", lambda *args: torch.zeros_like(plain(*args)))
     with pytest.raises(ValueError, match="off by") if wrong else contextlib.nullcontext():
+        NativeEngine(model, slots=2, max_length=32)
+
+
+def test_16_bit_logits_are_judged_without_memory_for_a_float32_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("gqa_bias").bfloat16()
+    head: Any = model.get_output_embeddings()
+    with torch.no_grad():
+        head.weight += 10
+
+    def fail(model: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr("TrainingFactory.sampling.runner.copy.deepcopy", fail)
+    with pytest.raises(ValueError, match="off by"):
         NativeEngine(model, slots=2, max_length=32)
 
 
