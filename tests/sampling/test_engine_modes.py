@@ -286,7 +286,7 @@ def test_16_bit_logits_are_judged_without_memory_for_a_float32_copy(monkeypatch:
     def fail(model: Any) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr("TrainingFactory.sampling.runner.copy.deepcopy", fail)
+    monkeypatch.setattr(torch.nn.Module, "float", fail)
     with pytest.raises(ValueError, match="off by"):
         NativeEngine(model, slots=2, max_length=32)
 
