@@ -147,7 +147,7 @@ def test_a_real_run_is_started_stopped_with_a_checkpoint_and_finished(tmp_path: 
         page.post("/api/runs/mine/stop")
         wait_until(lambda: row(page, "mine")["state"] == "interrupted")
         assert [path.name for path in run.checkpoints()] == [f"step-{run.status.step:06d}"]
-        assert "run: tfactory runs resume mine" in page.get("/api/runs/mine/log")["text"]
+        assert "resume with: tfactory runs resume mine" in page.get("/api/runs/mine/log")["text"]
         page.post("/api/runs/mine/resume")
         wait_until(lambda: row(page, "mine")["state"] == "finished")
         assert page.get("/api/runs/mine/metrics")["steps"] == [*range(1, 13)]
