@@ -18,8 +18,8 @@ from hypothesis.internal.conjecture import providers
 from tests.kits.cli import Run
 from tests.kits.scale import scale, vllm_place  # noqa: F401  # fixtures
 
-# Many tests compare bits, which only CPUs repeat. The benchmarks gpu_*.py measure GPUs.
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
+# The tests are written for CPUs; the benchmarks gpu_*.py check GPUs.
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 gc.disable()  # until all modules are imported: none of what they make is garbage, and looking for it takes seconds
 

@@ -4,8 +4,7 @@ the same state are compared with each other:
     S[i, t] = V[i, t] - mean of V[j, u] over the task's turns (j, u) whose state is that of (i, t)
 
 V is the return from the turn on. The mean is over all turns of the state, or with `excludes_own_tree` over those of
-other episodes, which do not depend on the turn's action. S is 0 where the mean is over no turn,
-or the state has no name.
+other episodes, which do not depend on the turn's action. S is 0 for a mean over no turn, or a turn without a state.
 """
 
 from __future__ import annotations

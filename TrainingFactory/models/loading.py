@@ -214,10 +214,8 @@ def _load_pretrained(
         print(f"Reading {gguf_file} ({size_text}) ...", file=sys.stderr, flush=True)
     else:  # safetensors only: other weight files are pickles, which execute code when they are read
         weight_options["use_safetensors"] = True
-    origin = "" if location == name else f" from {location!r}"
-    explain_load_errors = partial(
-        explain_errors, f"model {name!r} could not be loaded{origin}", location, options
-    )
+    problem = f"model {name!r} could not be loaded" + ("" if location == name else f" from {location!r}")
+    explain_load_errors = partial(explain_errors, problem, location, options)
     config: Any = None  # of a composite model
     with cache_gguf_reader() if gguf_options else nullcontext():
         if not gguf_options:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -34,6 +33,7 @@ from TrainingFactory.sampling.cache.view import (
 )
 from TrainingFactory.sampling.flattening import apply_draws, flatten_plan, make_draw_inputs, select_rope
 from TrainingFactory.sampling.gpu.graphs import DecodeGraphs, to_device
+from TrainingFactory.sampling.logit_check import CHUNK_LENGTH, NUM_STEPS, check_logits
 from TrainingFactory.sampling.picking import DrawInputs, pick
 from TrainingFactory.sampling.planning import EMPTY, StepPlan
 from TrainingFactory.sampling.sizing import round_up, size_cache, size_states
@@ -42,9 +42,6 @@ from TrainingFactory.sampling.twins import TwinRows, find_twins
 
 if TYPE_CHECKING:
     from TrainingFactory.models.vision import Vision
-
-# Sequences whose 16-bit logits are compared with float32, if the logits of the first are far off.
-CHECKED_SEQUENCES = 8
 
 
 class Runner:
@@ -114,30 +111,17 @@ class Runner:
 
     @torch.inference_mode()
     def _compare_logits(self) -> None:
-        """Raise ValueError if, for the majority of tokens, the logits of a chunk or of dense rows differ from the
-        logits with the model's own attention. Differences at a few tokens are accepted, because the 16-bit logits of a
-        trained model depend much on the order of summation there."""
-        # The first ids are special tokens.
-        starts = 1000 * torch.arange(1, CHECKED_SEQUENCES + 1, device=self.device)
-        sequences = (starts[:, None] + self._all_positions[:15]) % self.vocabulary_size
-        model = make_view(self.model, "eager")
-        expected_logits = _compute_model_logits(model, sequences[:1])
-        error = _measure_error(self._compute_step_logits(sequences[:1]), expected_logits)
-        if error < (0.01 if self.dtype == torch.float32 else 0.1):
-            return
-        if self.dtype == torch.float32 or not self._is_as_exact_as(model, sequences):
-            raise make_error(
-                self.model_type, f"its logits through the slot cache are off by {error:.1%} of their spread"
-            )
+        """Raise ValueError if the logits of chunks and dense rows differ from those with the model's own attention."""
+        check_logits(make_view(self.model, "eager"), self._compute_step_logits, self.dtype)
 
     def _compute_step_logits(self, sequences: torch.Tensor) -> torch.Tensor:
-        """Return the float32 logits of sequences of 15 tokens: a chunk of 8 tokens and 7 steps of one."""
+        """Return the float32 logits of sequences through the cache: of a chunk, then of one token per step."""
         windows = list_windows(self.shapes)
         sequence_logits = list[torch.Tensor]()
         for ids in sequences:
             pages = CachePages(1, 64, windows, [64 // PAGE] * len(windows), fixed=True)
             cache, states = PagedCache(pages, self.shapes), StateCache(self.states.shapes, 1)
-            for positions in self._all_positions[:15].split([8] + 7 * [1]):
+            for positions in self._all_positions[: len(ids)].split([CHUNK_LENGTH] + NUM_STEPS * [1]):
                 part = AttentionPart(slice(0, 1), positions[None], 64, self._make_attention_mask)
                 step_parts: Any = {"dense": part, "num_dense": 1} if len(positions) == 1 else {"chunks": part}
                 row = StateRows(slice(0, len(positions)), slice(0, 1), 1, is_new=int(positions[0]) == 0)
@@ -146,16 +130,6 @@ class Runner:
                 step = self._add_kernel_inputs(step, positions)
                 sequence_logits.append(self._compute_logits(ids[positions], positions, step, 0).float())
         return torch.cat(sequence_logits).unflatten(0, sequences.shape)
-
-    def _is_as_exact_as(self, model: PreTrainedModel, sequences: torch.Tensor) -> bool:
-        """Return whether the logits of the steps are about as far from those in float32 as the 16-bit model's own.
-        Rounding alone moves the logits of some models (Gemma 3 after SFT) far at many tokens, in every implementation,
-        so that single sequences say little."""
-        exact_logits = _compute_float32_logits(model, sequences)
-        if exact_logits is None:
-            return False
-        model_error = _measure_error(_compute_model_logits(model, sequences), exact_logits)
-        return _measure_error(self._compute_step_logits(sequences), exact_logits) < min(2 * model_error, 0.5)
 
     def _add_kernel_inputs(self, step: StepContext, positions: torch.Tensor) -> StepContext:
         """Return the step. Subclasses with GPU kernels add the kernels' inputs."""
@@ -426,26 +400,3 @@ class Runner:
         if window is not None:
             is_masked = is_masked | (cached_positions <= positions - window)
         return torch.where(is_masked, self._masked_bias, self._zero_bias)
-
-
-def _compute_model_logits(model: PreTrainedModel, sequences: torch.Tensor) -> torch.Tensor:
-    """Return the float32 logits of sequences, one after the other."""
-    return torch.cat([model(input_ids=ids[None], use_cache=False).logits.float() for ids in sequences])
-
-
-def _measure_error(logits: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return how far the logits of sequences of 15 tokens are off, relative to their spread: the median over all first
-    8 tokens or over all others, whichever is larger."""
-    errors = (logits - expected).abs().mean(2) / expected.std(2).clamp(min=1e-6)
-    return max(float(part_errors.median()) for part_errors in errors.split([8, 7], dim=1))
-
-
-def _compute_float32_logits(model: PreTrainedModel, sequences: torch.Tensor) -> torch.Tensor | None:
-    """Return the logits of a float32 copy of the model, or None if its weights are quantized or the copy does not fit
-    into memory."""
-    if getattr(model, "is_quantized", False):  # third-party object
-        return None
-    try:
-        return _compute_model_logits(copy.deepcopy(model).float(), sequences)
-    except torch.OutOfMemoryError:
-        return None
